@@ -163,23 +163,31 @@ def begin(root: Path, iteration: int) -> Path:
     return folder
 
 
-def refuse_without_room(root: Path, needed: int = 0) -> None:
+def refuse_without_room(root: Path, needed: int = 0, disk: Path | None = None) -> None:
     """Check that the disk has room for one more checkpoint. Raises: CheckpointError if not.
 
     Args:
         root: the folder that holds the checkpoints' folders.
         needed: bytes that the checkpoint takes at least. It also takes at least as much as the
             newest existing one.
+        disk: an existing folder above `root`, if `root` may not exist yet.
     """
     there = iterations_in(root)
     if there:
         folder = folder_of(root, there[-1])
         needed = max(needed, sum(path.stat().st_size for path in folder.iterdir()))
-    free = shutil.disk_usage(root).free
+    free = shutil.disk_usage(disk or root).free
     if needed > free:
+        remedy = "Make room, or give a folder on a larger disk."
+        # Old ones are removed after a save, so a limit on them makes no room for the first.
+        if len(there) > 1:
+            listed = ", ".join(map(str, there[:-1]))
+            remedy += (
+                f" Older checkpoints of iterations {listed} are there; --save-keep-last 2 removes "
+                "such ones after each save."
+            )
         raise CheckpointError(
-            f"--save {root}: a checkpoint takes {needed:,} bytes, and {free:,} are free. "
-            "Make room, or keep fewer: --save-keep-last 2"
+            f"--save {root}: a checkpoint takes {needed:,} bytes, and {free:,} are free. {remedy}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from megapipe.config import Config
 from megapipe.data.blend import split_ranges
-from megapipe.data.files import file_problems, folder_problems
+from megapipe.data.files import file_problems, folder_problems, nearest_folder
 from megapipe.data.indexed import glance
 from megapipe.data.sources import blends, choice_problems, in_a_file, is_named
 from megapipe.errors import UserError
@@ -63,6 +63,20 @@ def path_problems(config: Config) -> Iterator[str]:
     boards = {"--tensorboard-dir": log.tensorboard_dir, "--wandb-save-dir": log.wandb_save_dir}
     yield from folder_problems(boards)
     yield from file_problems({"--metrics-file": log.metrics_file})
+
+
+def save_problems(config: Config) -> Iterator[str]:
+    """Yield the problem of a --save in which this user may make no files.
+
+    A rank of another machine may not see the folder, so a launch asks on its own machine alone.
+    """
+    save = config.checkpoint.save
+    if save is None:
+        return
+    # The launch would make --save; the nearest folder above it must allow that.
+    there = nearest_folder(save)
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        yield f"--save {save}: {there} may not be written to by this user. Give another folder."
 
 
 def _installed(package: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.flags.parse import parse, split_among
+from megapipe.flags.parse import Read, read, split_among
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,14 @@ def main(argv: Sequence[str]) -> None:
 
     Raises: ConfigError for wrong flags, before any process is started.
     """
-    flags = parse(Flags, argv)
+    found = read(Flags, argv)
+    flags = found.value
     config = Config(**{field.name: getattr(flags, field.name) for field in fields(Config)})
+    wrong = [*found.problems]
     if flags.nproc < 1:
-        raise ConfigError(f"--nproc must be at least 1, got {flags.nproc}. Give --nproc 1.")
+        wrong.append(f"--nproc must be at least 1, got {flags.nproc}. Give --nproc 1.")
+    if wrong:
+        raise ConfigError([*wrong, *_others(found, config)])
     launched = "LOCAL_RANK" in os.environ
     if config.check.check:
         # A check starts no process. --nproc tells it how many there would be.
@@ -56,6 +60,28 @@ def main(argv: Sequence[str]) -> None:
     from megapipe.training.pretrain import pretrain
 
     pretrain(config)
+
+
+def _others(found: Read[Flags], config: Config) -> list[str]:
+    """Return the problems of the flags that can be read, next to those that cannot.
+
+    Args:
+        found: the command line.
+        config: the run's part of it.
+    """
+    from megapipe.checks.inputs import path_problems, save_problems
+    from megapipe.checks.run import flag_problems
+
+    # Flags of a checkpoint are not known without torch.
+    if config.checkpoint.use_checkpoint_args:
+        return []
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = config.check.world_size or max(found.value.nproc, launched)
+    config = replace(config, world_size=max(1, processes))
+    problems = flag_problems(config)
+    if config.check.check_paths == "yes":
+        problems += [*path_problems(config), *save_problems(config)]
+    return found.without_unread(problems)
 
 
 def check(argv: Sequence[str]) -> None:
@@ -78,12 +104,13 @@ def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
     """
     from megapipe.checkpoint.save_load import find_checkpoint
     from megapipe.checkpoint.saved_config import with_checkpoint_args
-    from megapipe.checks.inputs import path_problems
+    from megapipe.checks.inputs import path_problems, save_problems
     from megapipe.checks.run import flag_problems
 
     # Some flags may come from the checkpoint, so they are read before the check.
     config = with_checkpoint_args(replace(config, world_size=processes), find_checkpoint)
-    if problems := [*flag_problems(config), *path_problems(config)]:
+    problems = [*flag_problems(config), *path_problems(config), *save_problems(config)]
+    if problems:
         raise ConfigError(problems)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     # The launcher's own flags are not flags of a rank.

@@ -100,6 +100,14 @@ def folder_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Ite
             yield from _problems_above(flag, Path(path))
 
 
+def nearest_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the path itself if it exists, else the nearest one above it that does."""
+    there = Path(path)
+    while not there.exists():
+        there = there.absolute().parent
+    return there
+
+
 def _problems_above(flag: str, path: Path) -> Iterator[str]:
     """Yield a problem if the nearest existing parent of `path` is not a folder.
 

@@ -11,7 +11,8 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
@@ -38,6 +39,9 @@ OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
         "--recompute-method": _VALUE,
     },
     "--use-rotary-position-embeddings": {"--position-embedding-type": ["rope"]},
+    # Megatron-LM until 2023.
+    "--fp8-hybrid": {"--fp8-format": ["hybrid"]},
+    "--fp8-e4m3": {"--fp8-format": ["e4m3"]},
     # The zero-bubble fork, which recomputes norms, GELU and dropout.
     "--recompute-lgd": _SELECTIVE | {"--recompute-modules": ["layernorm", "mlp"]},
     # Megatron-LM's own second names.
@@ -53,6 +57,8 @@ OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
 
 # Not every dash: -1 and -.5 are values.
 _FLAG = re.compile(r"--|-[A-Za-z]")
+# A flag in the text of an error.
+_NAMED = re.compile(r"(?<![\w-])--[A-Za-z0-9][\w-]*")
 # Flags that give a rank several stages, without which --interleave-group-size means nothing.
 _SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
 _UNQUOTED = "--step-batch-size-schedule"
@@ -75,6 +81,26 @@ class _Typed(NamedTuple):
     stray: list[str]
 
 
+@dataclass(frozen=True)
+class Read(Generic[T]):
+    """A command line, as far as it can be read.
+
+    Attributes:
+        value: the configuration. Flags that cannot be read have their defaults in it.
+        problems: an error for each unknown flag and each unreadable value.
+        unread: the flags that these errors name. A check of `value` may say about them what is not
+            so, such as that a misspelled one is missing.
+    """
+
+    value: T
+    problems: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()
+
+    def without_unread(self, found: Iterable[str]) -> list[str]:
+        """Return the problems of `value` in `found` that name no unread flag."""
+        return [line for line in found if self.unread.isdisjoint(_NAMED.findall(line))]
+
+
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Read flags into a configuration. `--help` prints its text and exits.
 
@@ -87,6 +113,18 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
 
     Raises: ConfigError with every unknown flag and unreadable value. `stop` prints it as argparse
         would.
+    """
+    found = read(cls, argv)
+    if found.problems:
+        raise ConfigError(found.problems)
+    return found.value
+
+
+def read(cls: type[T], argv: Sequence[str] | None = None, *, beside: Iterable[str] = ()) -> Read[T]:
+    """Return what `parse` does, with the problems in place of an error.
+
+    Args:
+        beside: flags of a tool on the same command line. A misspelled name may mean one of them.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -107,24 +145,30 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
             if name in NOOP_FLAGS:
                 noops[" ".join((name, *values))] = NOOP_FLAGS[name].because
     # A line for each, the unknown ones first.
-    lines = [_other(name, values, flags, known) for name, values in others]
+    ours = {*flags, *beside}
+    lines = [_other(name, values, ours, known) for name, values in others]
     lines += [flags[name].count_problem(values) for name, values in given.items()]
     lines += [flags[name].value_problem(values) for name, values in given.items()]
     problems += filter(None, lines)
-    if problems:
-        raise ConfigError(problems)
+    unread = set[str]()
+    for line in problems:
+        # The first flag is the wrong one; others are what an unknown one may mean, or remedies.
+        names = _NAMED.findall(line)
+        unread.update(names if line.startswith("unknown flag") else names[:1])
     sections: dict[str, dict[str, Any]] = {"": {}}
     if noops:
         sections[""]["noop_flags"] = tuple(noops.items())
     for name, values in given.items():
         flag = flags[name]
+        if flag.count_problem(values) or flag.value_problem(values):
+            continue
         sections.setdefault(flag.section, {})[flag.field] = flag.read(values)
     # Fields are replaced and not assigned: a configuration is frozen.
     parsed: Any = cls()
     top = sections.pop("")
     for section, fields in sections.items():
         top[section] = dataclasses.replace(getattr(parsed, section), **fields)
-    return cast(T, dataclasses.replace(parsed, **top))
+    return Read(dataclasses.replace(parsed, **top), tuple(problems), frozenset(unread))
 
 
 def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
@@ -136,22 +180,20 @@ def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
         own: the dataclass of the tool's flags.
     Raises: ConfigError with the problems of both.
     """
-    tool = own()
-    # Defaults stand for flags that cannot be read, so that the problems of both are found at once.
-    config = Config()
-    problems: list[str] = []
-    of_tool, of_run = split_among(own, argv)
-    try:
-        tool = parse(own, of_tool)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        config = parse(Config, of_run)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
+    tool, config = read_among(own, argv)
+    if problems := [*tool.problems, *config.problems]:
         raise ConfigError(problems)
-    return tool, config
+    return tool.value, config.value
+
+
+def read_among(own: type[T], argv: Sequence[str]) -> tuple[Read[T], Read[Config]]:
+    """Return what `parse_among` does, with the problems in place of an error.
+
+    Args:
+        own: the dataclass of the tool's flags.
+    """
+    of_tool, of_run = split_among(own, argv)
+    return read(own, of_tool), read(Config, of_run, beside=flags_of(own))
 
 
 def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -8,4 +8,4 @@ from megapipe.plan.recipes import recipe_of, schedule_of, step_of, whole_step
 from megapipe.plan.shapes.slices import in_words
 from megapipe.plan.split import chunks_of, counts_of, forwards, ranks_of_depths, schedule_name
 from megapipe.plan.state import GIB
-from megapipe.plan.table import changes, layout_of_plan, own_lines, summary, table
+from megapipe.plan.table import changes, layout_of_plan, memory_table, own_lines, summary, table

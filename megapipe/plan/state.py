@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from megapipe.config import Config, OptimizerConfig
@@ -10,6 +11,7 @@ from megapipe.errors import ConfigError
 from megapipe.optim.traits import traits_of
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.plan.plan import OfPlan, Plan, Stored
+from megapipe.schedule.simulate import memory_steps, run_clock
 
 GIB = 2**30
 
@@ -61,6 +63,54 @@ def whole_parameter(config: Config) -> Stored:
     """Return the bytes of one parameter's weight and gradient without sharding."""
     gradient, *_ = bytes_of_state(config.optimizer, config.precision.half)
     return Stored(config.precision.element_bytes, gradient)
+
+
+def bytes_at_peak(plan: Plan, config: Config) -> list[dict[str, float]]:
+    """Return the bytes of each rank at its peak by what they are for; they add up to the peak.
+
+    Keys: weights, gradients, optimizer, activations, and gathered for the weights and gradients
+    that are whole for a while, with buffers of CUDA graphs.
+    """
+    of_parameter = (
+        bytes_of_parameter(config, plan.own.values())[1],
+        bytes_of_parameter(config, plan.own.values(), experts=True)[1],
+    )
+    dense, expert = of_parameter
+    # The state is a sum over parameters, so plans without a summand say what the others are.
+    no_gradient = replace(
+        plan,
+        state=dense.weight,
+        of_expert=expert.weight,
+        whole=plan.whole._replace(gradient=0),
+        stored=dense._replace(gradient=0),
+    )
+    no_optimizer = replace(plan, state=sum(dense), of_expert=sum(expert))
+    costs = plan.costs
+    clock = run_clock(plan.schedule, costs)
+    whole_alone = replace(costs, **{f"mem_{letter}": 0.0 for letter in "bwsork"})
+    curves = memory_steps(plan.schedule, costs, clock)
+    of_whole = memory_steps(plan.schedule, whole_alone, clock)
+    rows = []
+    for rank, peak in enumerate(plan.peak_bytes):
+        weights = no_gradient.state_bytes[rank]
+        state = plan.state_bytes[rank]
+        both = no_optimizer.state_bytes[rank]
+        time, most, step = max(curves[rank], key=lambda moment: moment[1])
+        gathered = 0.0
+        for then, held, by in of_whole[rank]:
+            if (then, by) <= (time, step):
+                gathered = held
+        rows.append(
+            {
+                "weights": weights,
+                "gradients": both - weights,
+                "optimizer": state - both,
+                "activations": most - gathered,
+                # Some parts of a plan, such as CUDA graphs, keep more than the table needs.
+                "gathered": peak - state - (most - gathered),
+            }
+        )
+    return rows
 
 
 def refuse_too_much(plan: Plan, config: Config) -> None:

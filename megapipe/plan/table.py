@@ -12,7 +12,7 @@ from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan.context import context_line, expert_line
 from megapipe.plan.plan import Plan, stages_with_depths
-from megapipe.plan.state import GIB, bytes_of_state
+from megapipe.plan.state import GIB, bytes_at_peak, bytes_of_state
 
 _HEADER = (
     "stage",
@@ -37,6 +37,21 @@ def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
     rows = cells_of(plan, parameters)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+
+def memory_table(plan: Plan, config: Config) -> str:
+    """Return a table of each rank's GiB at its peak, by what they are for.
+
+    Columns that are empty on all ranks are left out.
+    """
+    rows = bytes_at_peak(plan, config)
+    names = [name for name in rows[0] if any(round(row[name] / GIB, 4) for row in rows)]
+    cells = [["rank", *names, "peak GiB"]]
+    for rank, row in enumerate(rows):
+        sizes = [*(row[name] for name in names), sum(row.values())]
+        cells.append([str(rank), *(f"{size / GIB:.3g}" for size in sizes)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in cells)
 
 
 def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[str, ...]]:

@@ -12,13 +12,20 @@ from megapipe.checkpoint.commit import refuse_without_room
 from megapipe.checkpoint.lock import refuse_living
 from megapipe.checkpoint.save_load import find_checkpoint, refuse_load, refuse_save
 from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
-from megapipe.checks.inputs import answer, ask, machine_problems, path_problems
+from megapipe.checks.inputs import (
+    answer,
+    ask,
+    machine_problems,
+    path_problems,
+    save_problems,
+)
 from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import flag_problems, validate
 from megapipe.checks.vocabulary import tokenizer_problems, vocabulary
 from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import inline
 from megapipe.data.build import Datasets, Part, build_datasets, build_part, open_parts
+from megapipe.data.files import nearest_folder
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
@@ -27,7 +34,7 @@ from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
 from megapipe.models.provider import Provider, find_provider
 from megapipe.models.transformer_engine import choose_layers
-from megapipe.plan import Plan, changes, in_words, make_plan, summary
+from megapipe.plan import Plan, changes, in_words, make_plan, memory_table, summary
 from megapipe.plan.graphs import graphs_line
 from megapipe.plan.seconds.device import device_of
 from megapipe.plan.seconds.page import UNKNOWN, digest, in_short, predicted
@@ -148,27 +155,38 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
     find = cache(find_checkpoint)
     config = with_checkpoint_args(config, find)
     tokenizer, unread = answer(lambda: build_tokenizer(config.data))
-    problems = flag_problems(config, own_data=datasets is not build_datasets)
+    of_flags = flag_problems(config, own_data=datasets is not build_datasets)
+    of_flags += tokenizer_problems(config, tokenizer)
     missing = [*path_problems(config), *unread]
     here = list(machine_problems(config, has_cuda()))
+    problems = [*of_flags]
+    at_hand = not missing and tokenizer is not None
     if config.check.check_paths == "yes":
-        problems = [*problems, *missing]
+        problems += missing
         missing = []
     if has_cuda():
         # This machine is like the run's machines, and so are its problems.
-        problems = [*problems, *here]
+        problems += here
         here = []
-    problems += tokenizer_problems(config, tokenizer)
-    if problems:
+    start, lost = answer(lambda: find(config.checkpoint) if at_hand else None)
+    problems += [*lost, *_of_save(config, start)]
+    # Without a plan nobody knows a checkpoint's size.
+    if of_flags:
         raise ConfigError(problems)
     vocab, assumed = vocabulary(config, tokenizer)
     padded = config.model.padded_vocab(vocab)
     as_run = replace(config, model=replace(inline(config.model), padded_vocab_size=padded))
     plan = make_plan(as_run)
-    found = None
-    if not missing and tokenizer is not None:
-        found = find(config.checkpoint)
-        here += _refuse(as_run, plan, found, datasets, tokenizer)
+    no_room = _room_problems(as_run, plan)
+    if config.check.check_paths == "yes":
+        problems += no_room
+    else:
+        # A full disk here says nothing about the disk of the run.
+        here += no_room
+    if at_hand and tokenizer is not None:
+        problems += _data_problems(as_run, start, datasets, tokenizer)
+    if problems:
+        raise ConfigError(problems)
     # Of the run and not of this machine, which may have no GPU.
     device_type = "cpu" if config.parallel.distributed_backend == "gloo" else "cuda"
     # Flags as a user would type them for the same run, without --check's own.
@@ -181,11 +199,13 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         start_block(config),
         *(f"missing: {text}" for text in [*missing, *assumed]),
         *(f"on this machine: {text}" for text in here),
-        f"starts from {found}" if found else "",
+        f"starts from {start}" if start else "",
         changes(plan),
         summary(plan, config),
+        memory_table(plan, as_run),
         f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
-        f"{bubble:.1%}, peak {peak_gib:.3g} GiB on a rank",
+        f"{bubble:.1%} of the time of the passes, as the log will have it, by {_unit(config)}; "
+        f"peak {peak_gib:.3g} GiB on a rank",
         f"recipe: {to_line(plan.recipe)}" if plan.recipe else "",
         _seconds(as_run, plan),
         f"plan {digest(plan, as_run)}",
@@ -205,7 +225,17 @@ def _seconds(config: Config, plan: Plan) -> str:
     found = predicted(plan, config, device)
     if found is None:
         return UNKNOWN
-    return f"predicted step {in_short(found)}, by the rates of {device.source} (--rates)"
+    return (
+        f"predicted step {in_short(found)} of the step, by the rates of {device.source} "
+        "(--rates): with communication, gradient sums and update"
+    )
+
+
+def _unit(config: Config) -> str:
+    """Return what the times of a plan's passes are counted in, in words."""
+    if config.parallel.pipeline_costs is not None:
+        return "--pipeline-costs"
+    return "FLOPs alone"
 
 
 def _launched() -> int:
@@ -227,46 +257,51 @@ def _layout(config: Config) -> str:
     )
 
 
-def _refuse(
-    config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider, tokenizer: Tokenizer
+def _of_save(config: Config, start: Path | None) -> list[str]:
+    """Return the problems of the folder of --save, whatever is saved there.
+
+    Args:
+        config: the configuration.
+        start: the checkpoint to load, or None.
+    """
+    flags = config.checkpoint
+    problems = [*ask(lambda: refuse_save(flags, start)), *save_problems(config)]
+    if flags.save is not None:
+        root = Path(flags.save)
+        problems += ask(lambda: refuse_living(root))
+    return problems
+
+
+def _room_problems(config: Config, plan: Plan) -> list[str]:
+    """Return the problem of a disk that has no room for a checkpoint of --save."""
+    save = config.checkpoint.save
+    if save is None:
+        return []
+    size = saved_bytes(plan, config, [work.parameters for work in plan.works])
+    return ask(lambda: refuse_without_room(Path(save), size, nearest_folder(save)))
+
+
+def _data_problems(
+    config: Config, start: Path | None, datasets: DatasetsProvider, tokenizer: Tokenizer
 ) -> list[str]:
-    """Raise ConfigError with all problems of folders, checkpoint, program and data.
+    """Return the problems of the checkpoint to load, of the provider and of the data.
 
     Nothing is written to disk.
 
     Args:
         config: the configuration.
-        plan: the plan of the run.
         start: the checkpoint to load, or None.
         datasets: returns the datasets of a launch.
         tokenizer: the tokenizer.
-    Returns: with --check-paths no, the problems of this machine's disk, such as too little room.
-        Otherwise [], because these problems raise too.
     """
-    flags = config.checkpoint
-    # A full disk here says nothing about the disk of the run.
-    no_room: list[str] = []
-    problems = ask(lambda: refuse_save(flags, start))
-    if flags.save is not None:
-        root = Path(flags.save)
-        # The launch would make --save; the nearest folder above it must allow that.
-        there = root
-        while not there.exists():
-            there = there.absolute().parent
-        if not os.access(there, os.W_OK | os.X_OK):
-            problems.append(
-                f"--save {root}: {there} may not be written to by this user. Give another folder."
-            )
-        size = saved_bytes(plan, config, [work.parameters for work in plan.works])
-        problems += ask(lambda: refuse_living(root))
-        no_room = ask(lambda: refuse_without_room(there, size))
+    problems: list[str] = []
     parts: list[Part | None] = []
     unread: list[str] = []
     # A program's own datasets may need something that only the launch has.
     if datasets is build_datasets:
         unread = ask(lambda: parts.extend(open_parts(config, tokenizer)))
     if start is not None:
-        if flags.moe_use_upcycling:
+        if config.checkpoint.moe_use_upcycling:
             # Here, as a conversion imports half a second of torch that no other check needs.
             from megapipe.convert.upcycle import refuse_upcycling
 
@@ -278,13 +313,7 @@ def _refuse(
     named = config.model.model_provider
     if named is not None:
         problems += ask(lambda: find_provider(named))
-    problems += unread
-    if config.check.check_paths == "yes":
-        problems += no_room
-        no_room = []
-    if problems:
-        raise ConfigError(problems)
-    return no_room
+    return problems + unread
 
 
 def _reordered(

@@ -262,8 +262,9 @@ def test_a_checkpoint_that_will_not_fit_is_refused_before_a_byte_is_written(root
     with pytest.raises(CheckpointError) as caught:
         Toy(3).save(root)
     assert str(caught.value) == (
-        f"--save {root}: a checkpoint takes {need:,} bytes, and 1,000 are free. Make room, or keep fewer: "
-        "--save-keep-last 2"
+        f"--save {root}: a checkpoint takes {need:,} bytes, and 1,000 are free. Make room, or give a folder on a "
+        "larger disk. Older checkpoints of iterations 1 are there; --save-keep-last 2 removes such ones after each "
+        "save."
     )
     with pytest.raises(CheckpointError, match="a checkpoint takes"):
         check_save(root, 2, ProcessMesh.single())

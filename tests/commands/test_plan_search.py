@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -285,12 +286,22 @@ def run_search(words, capsys, tmp_path):
 
 def test_flags_of_a_search_pasted_make_the_plan_that_it_promised(capsys, tmp_path):
     """A search said 76.8 GiB where a run with its flags has 52.8, and 62.6 where it has 79.3."""
-    own = "--global-batch-size 8 --world-size 4 --rates rates.json --use-megatron-fsdp --num-experts 4"
+    own = (
+        "--global-batch-size 8 --world-size 4 --rates rates.json --use-megatron-fsdp --num-experts 4 "
+        "--sequence-parallel --overlap-grad-reduce"
+    )
     own = own.replace("rates.json", str(tmp_path / "rates.json"))
     (tmp_path / "rates.json").write_text(json.dumps({"flops": 1e11, "inside": 1e9, "outside": 1e8, "node": 2}))
-    best, _ = run_search(f"{own} --memory-gib 0.02", capsys, tmp_path)
+    best, said = run_search(f"{own} --memory-gib 0.02", capsys, tmp_path)
     assert len(best) > 3
+    # Each plan has its own list of flags that cannot be undone by others behind them.
+    rest = [line.split() for line in said.out.split("without these of yours: ")[1:]]
+    left = [x["leave_out"] for x in best if x["leave_out"]]
+    assert [words[: len(names)] for words, names in zip(rest, left, strict=False)] == left
     for found in best:
+        split = "--tensor-model-parallel-size 1" not in " ".join(found["flags"])
+        assert ("--sequence-parallel" in found["flags"]) == split
+        assert "--sequence-parallel" not in found["leave_out"]  # one rank has nothing to split
         line = [word for word in own.split() if word not in found["leave_out"]]
         out = tmp_path / "one.json"
         main([*MODEL.split(), *line, *found["flags"], "--json", str(out)])
@@ -298,6 +309,34 @@ def test_flags_of_a_search_pasted_make_the_plan_that_it_promised(capsys, tmp_pat
         assert made["plan"] == found["plan"]
         assert made["step"]["predicted"]["seconds"] == found["step_s"]
         assert max(made["peak_bytes"]) == found["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("own", "flag"),
+    [
+        ("--num-experts 4 --among pp=2 ep=2 schedule=1f1b,zb-v sharding=no", "--overlap-moe-expert-parallel-comm"),
+        ("--among pp=1 tp=2,4 sharding=no", "--tp-comm-overlap"),
+    ],
+)
+def test_communication_that_can_be_hidden_is_hidden_in_the_best_plans(own, flag, capsys, tmp_path):
+    rates = tmp_path / "rates.json"
+    rates.write_text(json.dumps({"flops": 1e11, "inside": 1e9, "outside": 1e9, "overhead": 1e-6, "latency": 1e-6}))
+    line = f"--global-batch-size 16 --world-size 4 --rates {rates} {own}"
+    hidden, said = run_search(line, capsys, tmp_path)
+    plain, _ = run_search(f"{line} --without hiding", capsys, tmp_path)
+    assert hidden[0]["step_s"] < 0.99 * plain[0]["step_s"]
+    assert flag in hidden[0]["flags"]
+    assert not any(flag in found["flags"] for found in plain)
+    assert "not searched: " in said.out
+
+
+def test_the_memory_of_the_host_is_that_of_a_check(capsys, tmp_path):
+    (found, *_), said = run_search("--global-batch-size 8 --world-size 2", capsys, tmp_path)
+    line = "--global-batch-size 8 --save somewhere --save-interval 9"
+    check(parse(Config, [*MODEL.split(), *line.split(), *found["flags"], "--check", "--world-size", "2"]))
+    gib = found["host_bytes"]["save"] / GIB
+    assert f"writing it takes up to {gib:.3g} GiB of host memory on a rank" in capsys.readouterr().out
+    assert f"on the host a rank needs {gib:.3g} GiB to save a checkpoint" in said.out
 
 
 def test_a_width_of_experts_that_is_asked_for_is_tried_with_each_of_their_ranks(capsys, tmp_path):
@@ -320,7 +359,9 @@ def test_the_users_own_plan_has_its_place_and_its_causes(capsys, tmp_path):
     mine = timed(make_plan(config), config, Device())
     assert f"yours: {mine.step:.4g} s" in said.out
     assert f"{mine.step / best[0]['step_s'] - 1:.1%} slower than the first" in said.out
-    rows = {line[:26].strip(): line[26:].split() for line in said.out.partition("seconds of a step")[2].splitlines()}
+    table = said.out.partition("seconds of a step")[2].splitlines()[1:]
+    rows = {cause: cells for cause, *cells in (re.split(r"  +", line) for line in table)}
+    assert {"messages of tensor parallel", "messages of context parallel", "messages of experts"} < rows.keys()
     assert rows["bubble"][1] == f"{mine.parts['bubble']:.4f}"
     assert rows["all"] == [
         f"{best[0]['step_s']:.4f}",

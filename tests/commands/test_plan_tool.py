@@ -80,6 +80,27 @@ def test_the_number_of_processes_has_one_name_and_counts():
     assert "--pipeline-model-parallel-size 0 must be at least 1" in plan("--pipeline-model-parallel-size 0").stderr
 
 
+@pytest.mark.parametrize("search", ["", "--search"])
+def test_every_wrong_flag_of_plan_and_run_is_told_at_once(search):
+    with pytest.raises(ConfigError) as caught:
+        command("plan")(
+            [
+                *MODEL.split(),
+                *f"{search} --wurld-size 2 --gpus 4 --seed x --split 1,1 --fix tq --num-attention-heads 5".split(),
+            ]
+        )
+    said = "\n".join(caught.value.problems)
+    assert "unknown flag --wurld-size; did you mean --world-size?" in said
+    assert said.count("--gpus") == 1
+    assert "--seed x: expected an integer" in said
+    assert "--hidden-size 32 does not divide by --num-attention-heads 5" in said
+    if search:
+        assert "--fix tq is no axis" in said
+        assert "--search needs --world-size" not in said  # the misspelled flag may be it
+    else:
+        assert "--fix tq is of --search" in said
+
+
 def test_a_machine_reads_what_the_table_says(tmp_path, capsys):
     flags = [*MODEL.split(), "--pipeline-model-parallel-size", "3"]
     command("plan")([*flags, "--json", "-"])

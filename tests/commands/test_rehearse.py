@@ -17,6 +17,7 @@ from megapipe.commands.plan.rehearsed_rank import Alone, Rehearsed, answers_of, 
 from megapipe.errors import ConfigError, UserError
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.seconds.device import load_device
+from megapipe.plan.state import bytes_at_peak
 from megapipe.schedule import Kind, Pass
 from megapipe.schedule.measured.costs import Ran
 
@@ -43,18 +44,42 @@ def test_a_rank_alone_needs_what_it_needs_in_the_run(axes, flags):
     world = 2 * axes.get("tp", 1) * axes.get("dp", 1)
     config, plan = rehearse.prepared(f"{MODEL} {sizes} {flags}".split(), world)
 
-    def parts(mesh):
-        training = run_on(mesh, config, plan)
-        training.driver.whole()
-        return parts_of(training)
-
-    real = run_threads(parts, pp=2, **axes)
+    real = run_threads(lambda mesh: held_in(mesh, config, plan), pp=2, **axes)
     ranks = rehearse.world_ranks(config)
     answers = answers_of(config, plan, ranks)
     for rank in ranks:
         training = rank_alone(config, plan, rank, answers)
         assert training.driver.whole().grad_norm > 0
         assert parts_of(training) == real[rank]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(
+    "dp, flags",
+    [(1, ""), (2, "--bf16 --use-distributed-optimizer"), (2, "--bf16 --use-megatron-fsdp")],
+    ids=["plain", "zero-1", "zero-3"],
+)
+def test_the_plans_bytes_by_purpose_are_those_of_the_run(dp, flags, schedule):
+    config, plan = rehearse.prepared(
+        f"{MODEL} --global-batch-size {8 * dp} --pipeline-schedule {schedule} {flags}".split(), 2 * dp
+    )
+    real = run_threads(lambda mesh: held_in(mesh, config, plan), pp=2, dp=dp)
+    for rank, (row, peak) in enumerate(zip(bytes_at_peak(plan, config), plan.peak_bytes, strict=True)):
+        assert sum(row.values()) == pytest.approx(peak)
+        found = real[[*rehearse.world_ranks(config)][rank]]
+        weights = row["weights"]
+        if "fsdp" in flags:
+            # Whole gradients count as gathered weights there.
+            weights += row["gathered"]
+        assert weights == pytest.approx(found["weights"], rel=0.02)
+        for name in ("gradients", "optimizer"):
+            assert row[name] == pytest.approx(found[name], rel=0.02)
+
+
+def held_in(mesh, config, plan) -> dict[str, float]:
+    training = run_on(mesh, config, plan)
+    training.driver.whole()
+    return parts_of(training)
 
 
 @pytest.mark.parametrize("n", [1, 2])

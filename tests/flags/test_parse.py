@@ -13,7 +13,7 @@ from megapipe.commands.main import command
 from megapipe.config import Config
 from megapipe.doors import DOORS, as_called
 from megapipe.errors import ConfigError
-from megapipe.flags.parse import flags_of, parse, parse_among, stop, to_flags
+from megapipe.flags.parse import flags_of, parse, parse_among, read, read_among, stop, to_flags
 from megapipe.flags.table import table
 
 ROOT = Path(__file__).parents[2]
@@ -220,3 +220,22 @@ def test_the_help_of_each_command_tells_all_its_flags(name, capsys, monkeypatch)
     for flags in {vars(module).get("Flags"), vars(module).get("Options")} - {None}:  # schedules.py has its subcommands
         told = " ".join(help_of(flags, 80, capsys, monkeypatch).split())
         assert all(f" {flag} " in told for flag in flags_of(flags))
+
+
+def test_what_can_be_read_is_read_next_to_what_cannot():
+    line = "--num-layers 7 --hidden-size abc --swiglo --pipeline-model-parallel-size 2"
+    found = read(Config, line.split())
+    assert (found.value.model.num_layers, found.value.model.hidden_size) == (7, None)
+    assert found.problems == ("unknown flag --swiglo; did you mean --swiglu?", "--hidden-size abc: expected an integer")
+    said = ["--num-layers 7 does not fill 2 stages", "--hidden-size is missing", "--swiglu makes an MLP of width 0"]
+    assert found.without_unread(said) == said[:1]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "e4m3"])
+def test_megatrons_former_switches_of_fp8_name_its_format(kind):
+    assert parse(Config, [f"--fp8-{kind}"]) == parse(Config, ["--fp8-format", kind])
+
+
+def test_a_misspelled_flag_of_a_tool_is_known_among_those_of_a_run():
+    _, run = read_among(Small, ["--thickness", "1", "--quite"])
+    assert run.problems == ("unknown flag --thickness", "unknown flag --quite; did you mean --quiet?")

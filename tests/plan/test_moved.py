@@ -15,6 +15,7 @@ from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import changes, make_plan
+from megapipe.plan.families.offload import host_bytes
 from megapipe.schedule import Costs, Kind
 from megapipe.schedule.costs_file import dump_costs
 
@@ -44,6 +45,13 @@ def test_copies_that_are_fast_leave_two_microbatches_of_four():
     one = plain.timeline.peak[0] / 4
     assert plain.timeline.peak[0] == pytest.approx(4 * one)
     assert made.timeline.peak[0] == pytest.approx(2 * one)
+
+
+def test_the_host_has_the_microbatches_in_flight():
+    made = plan(ON, "--offload-time", "0.0001")
+    # 1F1B has four microbatches in flight on the first rank, and fast copies of all of them leave.
+    assert host_bytes(made) == 4 * made.costs.mem_o[0]
+    assert host_bytes(plan()) == 0
 
 
 def test_a_fraction_of_the_bytes_stays():

@@ -60,8 +60,8 @@ def test_the_parts_of_a_step_add_up_to_it(flags):
 def test_a_pair_hides_messages_of_experts_and_a_slow_link_costs_more_alone():
     flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {{}} {EXPERTS}"
     slow = Device(flops=1e12, inside=2e9, outside=2e9, overhead=0.0)
-    alone = predicted(flags.format("zb-v"), 4, slow)["shares"]["messages within layers"]
-    paired = predicted(flags.format("dualpipe-v"), 4, slow)["shares"]["messages within layers"]
+    alone = predicted(flags.format("zb-v"), 4, slow)["shares"]["messages of experts"]
+    paired = predicted(flags.format("dualpipe-v"), 4, slow)["shares"]["messages of experts"]
     assert paired < 0.8 * alone
 
 

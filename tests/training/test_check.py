@@ -17,8 +17,10 @@ import pretrain_gpt
 from megapipe.checkpoint import commit
 from megapipe.checkpoint.lock import Lock
 from megapipe.checks.machine import on_cpus
+from megapipe.commands.main import command
 from megapipe.config import Config
 from megapipe.data.indexed import IndexedWriter
+from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.training.check import settled, start_block
 
@@ -164,6 +166,31 @@ def test_a_check_names_a_folder_that_this_user_may_not_write_to(saved, capsys, m
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(saved))
     given = flags(saved, "--check --save F/new/folder")
     assert f"--save {saved}/new/folder: {saved} may not be written to by this user" in refusal(given, capsys)
+
+
+def test_wrong_flags_their_values_files_and_the_folder_are_told_at_once(saved, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(saved))
+    more = "--save F/new/folder --num-layers 3 --load F/none --swiglo --train-samples x "
+    more += "--pipeline-model-parallel-size 2"
+    with pytest.raises(ConfigError) as caught:
+        command("check")([*flags(saved, more), "--world-size", "2"])
+    said = str(caught.value)
+    for text in (
+        "unknown flag --swiglo; did you mean --swiglu?",
+        "--train-samples x: expected an integer",
+        "--num-layers 3 does not fill 2 stages",
+        f"--load {saved}/none: no such folder",
+        f"--save {saved}/new/folder: {saved} may not be written to by this user",
+    ):
+        assert text in said
+    assert "5 problems" in said
+
+
+def test_a_disk_without_room_is_told_with_the_files_that_are_missing(saved, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=7))
+    said = refusal(flags(saved, "--check --save F/new/folder --save-interval 1 --load F/none"), capsys)
+    assert f"--save {saved}/new/folder: a checkpoint takes " in said
+    assert f"--load {saved}/none: no such folder" in said
 
 
 def test_a_torch_without_cuda_runs_a_clusters_flags_and_says_how():

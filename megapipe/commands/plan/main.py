@@ -11,16 +11,24 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapipe.checks.inputs import answer, ask, path_problems
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import vocabulary, vocabulary_problems, with_vocabulary
 from megapipe.commands.main import tell
 from megapipe.commands.plan.parts import parts, parts_table
-from megapipe.commands.plan.search.asked import asked_of
+from megapipe.commands.plan.search.asked import Asked, asked_of
 from megapipe.commands.plan.search.final import of_run
-from megapipe.commands.plan.search.report import Yours, best_of, flags_of, left_out, report, why
+from megapipe.commands.plan.search.report import (
+    Yours,
+    best_of,
+    flags_of,
+    host_of,
+    left_out,
+    report,
+    why,
+)
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.search.telling import Telling
@@ -29,9 +37,18 @@ from megapipe.config.layers import inline
 from megapipe.data.files import file_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.flags.parse import parse_among
+from megapipe.flags.parse import parse_among, read_among
 from megapipe.flags.stop import say
-from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, own_lines, table
+from megapipe.plan import (
+    GIB,
+    Plan,
+    changes,
+    layout_of_plan,
+    make_plan,
+    memory_table,
+    own_lines,
+    table,
+)
 from megapipe.plan.seconds.device import Device, device_of
 from megapipe.plan.seconds.page import digest, in_short, page, predicted
 from megapipe.plan.seconds.page import numbers as seconds_of
@@ -62,7 +79,8 @@ class Flags:
     """
 
     parts: bool = False
-    """Also print the cost of each kind of part: attention, MLP, experts, embedding and head."""
+    """Also print each rank's memory by purpose, as megapipe check does, and the cost of each kind
+    of part: attention, MLP, experts, embedding and head."""
     costs: str | None = None
     """A .json with times of passes and messages, as --pipeline-costs of a run."""
     save_costs: str | None = None
@@ -83,7 +101,8 @@ class Flags:
     recompute=none sharding=no."""
     without: tuple[str, ...] = ()
     """With --search: schedules to leave out, and sharding, moves (activations offloaded or
-    recomputed one by one), pipeline or recompute."""
+    recomputed one by one), pipeline, recompute, or
+    hiding (of communication, by pairs of passes or by --tp-comm-overlap)."""
     why: tuple[str, ...] = ()
     """With --search: compare two plans of the list by cause, such as 1 3 or 1 yours."""
     search_jobs: int | None = None
@@ -94,24 +113,32 @@ class Flags:
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan, and write the files that the flags name."""
+    tool, run = read_among(Flags, argv)
+    flags = tool.value
+    config = run.value
     given = {token.partition("=")[0] for token in argv}
-    if problems := [f"{flag} {now}" for flag, now in FORMER.items() if flag in given]:
-        raise ConfigError(problems)
-    flags, config = parse_among(Flags, argv)
+    problems = [f"{flag} {now}" for flag, now in FORMER.items() if flag in given]
+    # Every other command line calls these flags unknown.
+    former = tuple(f"unknown flag {flag}" for flag in FORMER)
+    unread = [*tool.problems, *run.problems]
+    problems += [line for line in unread if not line.startswith(former)]
     files = {
         "--save-costs": flags.save_costs,
         "--save-schedule": flags.save_schedule,
         "--json": flags.json,
     }
-    if problems := list(file_problems(files)):
-        raise ConfigError(problems)
+    problems += [*file_problems(files), *_wrong(flags)]
+    if problems:
+        others = ask(lambda: _sought(config, flags) if flags.search else _ready(config))
+        raise ConfigError([*problems, *tool.without_unread(run.without_unread(others))])
     if flags.search:
         tell(*_search(config, flags, argv), flags.json)
         return
     # These import torch, which takes two seconds: as long as a search until its first plan.
     from megapipe.training.check import start_block
 
-    config = _costed(config, flags)
+    if flags.costs is not None:
+        config = config.with_fields(pipeline_costs=flags.costs)
     config, unknown = _ready(config)
     plan = make_plan(config)
     device = device_of(config) or Device()
@@ -128,7 +155,7 @@ def main(argv: Sequence[str]) -> None:
         layout,
     ]
     if flags.parts:
-        text += ["", parts_table(parts(config))]
+        text += ["", memory_table(plan, config), "", parts_table(parts(config))]
     tell("\n".join(line for line in text if line), numbers(plan, config, device), flags.json)
     # The files come last, so that a full disk does not cost the printed plan.
     if flags.save_costs:
@@ -230,23 +257,33 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
     }
 
 
-def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Search for the best plans.
+class _Sought(NamedTuple):
+    """What a search looks for.
+
+    Attributes:
+        config: the run without its layout.
+        devices: the number of processes.
+        asked: the restrictions of the search.
+    """
+
+    config: Config
+    devices: int
+    asked: Asked
+
+
+def _sought(own: Config, flags: Flags) -> _Sought:
+    """Return what a search looks for.
 
     Args:
-        argv: the user's own flags, among which the report names those to leave out.
-    Returns: (the report as text, the best plans as JSON).
+        own: the configuration of the user's flags.
     Raises: ConfigError with every problem of the flags.
     """
-    device = device_of(config) or Device()
-    slices = config.parallel.pipeline_slices
-    sliced: list[str] = []
-    if slices is not None:
-        sliced = ask(lambda: number_of(config))
-    own = config
+    problems: list[str] = []
+    if own.parallel.pipeline_slices is not None:
+        problems += ask(lambda: number_of(own))
     # The search chooses the layout, so the user's is put aside before the checks.
-    config = replace(config.with_fields(micro_batch_size=1), parallel=ParallelConfig())
-    problems = [*flag_problems(config), *sliced]
+    config = replace(own.with_fields(micro_batch_size=1), parallel=ParallelConfig())
+    problems = [*flag_problems(config), *problems]
     if config.batch.global_batch_size is None:
         problems.append(
             "--search needs --global-batch-size, which every plan keeps. "
@@ -256,9 +293,24 @@ def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, lis
     if devices is None:
         problems.append("--search needs --world-size, the number of devices. Add --world-size 64.")
     asked, wrong = answer(lambda: asked_of(flags.fix, flags.among, flags.without, own))
-    problems += [*_wrong(flags), *wrong]
+    problems += wrong
     if problems or devices is None or asked is None:
         raise ConfigError(problems)
+    return _Sought(config, devices, asked)
+
+
+def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
+    """Search for the best plans.
+
+    Args:
+        own: the configuration of the user's flags.
+        argv: the user's own flags, among which the report names those to leave out.
+    Returns: (the report as text, the best plans as JSON).
+    Raises: ConfigError with every problem of the flags.
+    """
+    config, devices, asked = _sought(own, flags)
+    device = device_of(config) or Device()
+    slices = own.parallel.pipeline_slices
     # Problems of the tokenizer are reported in words, and the search goes on.
     size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
     config = config.with_batch(config.global_batch_size)
@@ -280,6 +332,7 @@ def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, lis
             "step_s": x.step,
             "peak_bytes": x.peak,
             "schedule": x.schedule,
+            "host_bytes": dict(zip(("save", "copies"), host_of(x), strict=True)),
             "parts_s": x.parts,
             "flags": flags_of(x.config),
             "leave_out": _left_out(argv, x.config),
@@ -288,10 +341,7 @@ def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, lis
         for x in best
     ]
     text = [f"{devices} devices of {flags.memory_gib:g} GiB; assumed: {device.assumed}", *said]
-    text.append(report(found, memory, device, yours))
-    undone = sorted({name for row in rows for name in row["leave_out"]})
-    if undone:
-        text.append(f"leave out of your flags for these plans: {' '.join(undone)}")
+    text.append(report(found, memory, device, yours, lambda one: _left_out(argv, one)))
     if flags.why:
         text.append(why(flags.why, best, yours))
     return "\n".join(text), rows
@@ -321,18 +371,6 @@ def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
         return Yours(of_run(config, device))
     except (ConfigError, ScheduleError) as error:
         return Yours(refused=" ".join(str(error).split()))
-
-
-def _costed(config: Config, flags: Flags) -> Config:
-    """Return the configuration with the file of --costs.
-
-    Raises: ConfigError with every problem of the flags.
-    """
-    if problems := list(_wrong(flags)):
-        raise ConfigError(problems)
-    if flags.costs is None:
-        return config
-    return config.with_fields(pipeline_costs=flags.costs)
 
 
 def save_costs(costs: Costs, path: str) -> None:

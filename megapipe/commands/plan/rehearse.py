@@ -31,7 +31,7 @@ from megapipe.data.files import file_problems
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError, UserError
-from megapipe.flags.parse import parse, place_of_dashes
+from megapipe.flags.parse import parse, place_of_dashes, read
 from megapipe.plan import Plan, make_plan
 from megapipe.plan.seconds.device import NOTHING, load_device
 from megapipe.plan.shapes.slices import chosen
@@ -108,8 +108,9 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
         argv: the flags of the run.
     Raises: ConfigError with every problem, also for a run that cannot be rehearsed.
     """
-    config = as_here(parse(Config, argv))
-    problems = []
+    found = read(Config, argv)
+    config = as_here(found.value)
+    problems = [*found.problems]
     # --world-size is a flag of a run too, which `megapipe check` reads.
     given = config.check.world_size
     if given is not None and given != world_size:
@@ -134,6 +135,8 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
             f"--transformer-impl {impl}: a rehearsal runs layers of plain torch. "
             "Give --transformer-impl local."
         )
+    if found.problems:
+        raise ConfigError([*problems, *found.without_unread(flag_problems(config))])
     config, plan = planned(config, problems)
     return chosen(config, len(plan.schedule.cuts) or 1), plan
 

@@ -13,11 +13,12 @@ from megapipe.errors import ConfigError
 from megapipe.plan.part import NothingToDo, Part
 from megapipe.plan.plan import OfPlan, Plan
 from megapipe.plan.state import GIB
-from megapipe.schedule import Costs, Schedule, Timeline
+from megapipe.schedule import Costs, Kind, Schedule, Timeline
 from megapipe.schedule.costs import PerStage
 from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.ingredients import Terms
 from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.simulate import run_clock
 from megapipe.schedule.views.moved import describe_moves
 
 LIMIT = "--memory-limit-gib"
@@ -131,6 +132,31 @@ class Copies(OfPlan):
             also=_saved,
         )
         return [f"{self.flag}: {first}", *rows]
+
+
+def host_bytes(plan: Plan) -> float:
+    """Return the most bytes of activations that a rank has on the host at one time."""
+    table = plan.schedule
+    if Kind.O not in table.kinds:
+        return 0.0
+    costs = plan.costs
+    copied = costs.by_stage("mem_o", table.placement)
+    clock = run_clock(table, costs)
+    most = 0.0
+    for row, starts, ends in zip(table.ranks, clock.start, clock.end, strict=True):
+        moments = []
+        for step, start, end in zip(row, starts, ends, strict=True):
+            for item in step:
+                if item.kind is Kind.O:
+                    moments.append((start, copied[item.stage]))
+                elif item.kind is Kind.L:
+                    moments.append((end, -copied[item.stage]))
+        there = 0.0
+        # Of one moment the copies that end come first.
+        for _, size in sorted(moments):
+            there += size
+            most = max(most, there)
+    return most
 
 
 def _saved(before: Timeline, now: Timeline) -> str:

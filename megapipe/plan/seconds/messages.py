@@ -32,8 +32,7 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
         costs: the seconds of each stage's passes without communication.
         device: the speeds of devices and links.
     """
-    means = (_mean_of_layer(costs.f, plan), _mean_of_layer(costs.b, plan))
-    forward, backward = of_layer(means, config, device)
+    forward, backward = of_layer(_means_of_layer(costs, plan), config, device)
     # Collectives inside a layer make each of a stage's layers slower. A depth has one layer.
     layers = [*plan.counts, *(1 for _ in plan.pieces.depths)]
     computed_f = costs.f
@@ -72,8 +71,25 @@ def _share_of(computed: tuple[float, ...], whole: tuple[float, ...]) -> float:
     return 1 - sum(computed) / total if total else 0.0
 
 
+TENSOR = "messages of tensor parallel"
+CONTEXT = "messages of context parallel"
+EXPERTS = "messages of experts"
+
+
 def of_layer(means: tuple[float, float], config: Config, device: Device) -> tuple[float, float]:
     """Return (forward, backward): seconds that a pass of one layer waits for its collectives.
+
+    Args:
+        means: the seconds that a layer computes, as for `by_cause`.
+    """
+    causes = by_cause(means, config, device).values()
+    return sum(f for f, _ in causes), sum(b for _, b in causes)
+
+
+def by_cause(
+    means: tuple[float, float], config: Config, device: Device
+) -> dict[str, tuple[float, float]]:
+    """Return (forward, backward) of TENSOR, CONTEXT and EXPERTS: a layer's waits for collectives.
 
     Args:
         means: the seconds that a layer computes, (forward, backward), as means over the layers.
@@ -84,8 +100,7 @@ def of_layer(means: tuple[float, float], config: Config, device: Device) -> tupl
     c = config.parallel.context_parallel_size
     tokens = config.batch.sequence * config.batch.micro_batch
     element = config.precision.element_bytes
-    forward = 0.0
-    backward = 0.0
+    found = {TENSOR: (0.0, 0.0), CONTEXT: (0.0, 0.0), EXPERTS: (0.0, 0.0)}
     if t > 1:
         f, b = tensor_bytes(model, tokens // c, ranks=t, element_bytes=element)
         # Four collectives of a forward: two around attention and two around the MLP. The backward
@@ -99,20 +114,21 @@ def of_layer(means: tuple[float, float], config: Config, device: Device) -> tupl
         if config.overlaps_tp:
             forward = _not_hidden(forward, means[0], model, t)
             backward = _not_hidden(backward, means[1], model, t)
+        found[TENSOR] = (forward, backward)
     # Keys and values go to the other context ranks, and in the backward their gradients too.
     if c > 1:
         f, b = context_bytes(model, tokens, ranks=c, tp=t, element_bytes=element)
-        forward += device.seconds(f, t * c)
-        backward += device.seconds(b, t * c, 2)
+        found[CONTEXT] = (device.seconds(f, t * c), device.seconds(b, t * c, 2))
     if model.has_experts:
         f, b, _ = expert_bytes(model, config.parallel, tokens, element_bytes=element)
         # The costs do not say which layers have experts, so each layer gets the mean.
         sparse = sum(map(model.has_experts_in, range(model.layers))) / model.layers
         expert_ranks = config.parallel.expert_model_parallel_size * config.parallel.etp
         extent = min(_stage_extent(config), expert_ranks)
-        forward += sparse * device.seconds(f, extent, 4)
-        backward += sparse * device.seconds(b, extent, 4)
-    return forward, backward
+        forward = sparse * device.seconds(f, extent, 4)
+        backward = sparse * device.seconds(b, extent, 4)
+        found[EXPERTS] = (forward, backward)
+    return found
 
 
 def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -> float:
@@ -185,6 +201,20 @@ def _per_stage(sizes: PerStage) -> tuple[float, ...]:
     if isinstance(sizes, tuple):
         return sizes
     return (sizes,)
+
+
+def causes_of_layer(costs: Costs, plan: Plan, config: Config, device: Device) -> dict[str, float]:
+    """Return the seconds that a layer waits for its collectives, both directions, by cause.
+
+    Args:
+        costs: the seconds of each stage's passes without communication.
+    """
+    causes = by_cause(_means_of_layer(costs, plan), config, device)
+    return {name: f + b for name, (f, b) in causes.items()}
+
+
+def _means_of_layer(costs: Costs, plan: Plan) -> tuple[float, float]:
+    return _mean_of_layer(costs.f, plan), _mean_of_layer(costs.b, plan)
 
 
 def _mean_of_layer(times: PerStage, plan: Plan) -> float:

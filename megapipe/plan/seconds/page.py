@@ -6,7 +6,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from megapipe.config import Config
+from megapipe.config import Config, ModelConfig
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.flops import flops_per_token
@@ -38,14 +38,22 @@ def digest(plan: Plan, config: Config) -> str:
         config.global_batch_size,
     )
     choices = (
-        model.recompute_granularity,
-        model.sequence_parallel,
+        recomputes(model),
+        # One rank splits nothing.
+        model.sequence_parallel and par.tensor_model_parallel_size > 1,
         model.moe_token_dispatcher_type if model.has_experts else None,
         (par.splits_optimizer, par.shards_grads, par.shards_weights),
     )
     peaks = [round(size) for size in plan.peak_bytes]
     text = repr((to_json(plan.schedule), plan.counts, layout, choices, peaks))
     return sha256(text.encode()).hexdigest()[:12]
+
+
+def recomputes(model: ModelConfig) -> str | None:
+    """Return full or selective, as --recompute-granularity names it; None for nothing."""
+    if model.recompute_activations:
+        return "selective"
+    return model.recompute_granularity
 
 
 def page(plan: Plan, config: Config, device: Device) -> str:

@@ -10,7 +10,7 @@ from megapipe.config import Config
 from megapipe.plan.make import pieces_of
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.messages import sums, with_messages
+from megapipe.plan.seconds.messages import causes_of_layer, sums, with_messages
 from megapipe.plan.seconds.update import update
 from megapipe.schedule import Costs
 from megapipe.schedule.families.offload.rules import MOVES
@@ -24,7 +24,6 @@ from megapipe.schedule.simulate import Clock, memory_steps, run_clock
 Layout = tuple[int, ...]
 SUMS = "gradient sums"
 UPDATE = "update"
-MESSAGES = "messages within layers"
 MOVED = "activations out of the way"
 AHEAD = Living(2, 1, ahead=True)
 """How long a search keeps gathered weights: for the present stage and the next one.
@@ -123,9 +122,12 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
     passes = sum(map(len, plain.ranks)) / ranks * costs.overhead
     # Passes that run together take less than their sum: what a pair hides of its communication.
     busy = _busy(plain_clock) / ranks
+    waits = causes_of_layer(alone, plan, config, device)
+    # Pairs hide some of the communication, in equal shares of all its causes.
+    shown = (busy - passes - share * work_of(alone)) / (sum(waits.values()) or 1.0)
     parts = {
         "recomputation": share * (work_of(alone) - _least(config, plan, device)),
-        MESSAGES: busy - passes - share * work_of(alone),
+        **{name: shown * seconds for name, seconds in waits.items()},
         "small passes": passes,
         "bubble": _end(plain_clock) - busy,
         MOVED: moves,
@@ -151,7 +153,7 @@ def _busy(clock: Clock) -> float:
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
     """Return the seconds of F, B and W of one microbatch on all stages, without recomputation."""
-    model = replace(config.model, recompute_granularity=None)
+    model = replace(config.model, recompute_granularity=None, recompute_activations=False)
     pieces = plan.pieces if model == config.model else pieces_of(config, model)
     return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
 

@@ -1,5 +1,6 @@
 """Predict a step again from the measured passes of the first steps, in place of their FLOPs.
 
+A single slow step must not spoil the prediction of all later ones, so medians over the steps count.
 The simulator replays each of these steps with the passes' own times. So a stage that takes longer
 than its FLOPs say, a late message, the host between two passes, and passes that vary are counted.
 """
@@ -10,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import mean
+from statistics import mean, median
 
 from megapipe.schedule import Costs, Pass, Placement, Schedule, simulate
 from megapipe.schedule.measured.costs import (
@@ -24,6 +25,8 @@ from megapipe.schedule.measured.costs import (
 
 DIFFERS = 0.02
 """Least difference of two predicted bubbles, as shares of the passes' time, that is reported."""
+MEASURED = 5
+"""Steps that must be measured before a step is predicted from them."""
 _WAITS = 1e-4
 """Seconds from which a pass that asks for a message is said to wait for it."""
 
@@ -35,9 +38,9 @@ class Again:
     `step` is the time of a whole step, `of_table` the prediction for another table.
 
     Attributes:
-        costs: the medians of the measured passes, and the mean time of a message, in seconds.
+        costs: the medians of the measured passes and messages, in seconds.
         schedule: the table of the measured steps.
-        passes: seconds from the first pass to the last, as the mean of the replayed steps.
+        passes: seconds from the first pass to the last, as the median of the replayed steps.
         bubble: the largest share of that time in which a rank is idle. Time in which the host
             prepares a pass counts as idle.
         outside: seconds of a step outside its passes: samples, gradient sums, norm, update.
@@ -89,9 +92,9 @@ def predict_again(
                 took[x.item] = x.end - x.begin + host[x.item]
         played.append(_played(schedule, costs, took, host))
     passes, bubbles = zip(*played, strict=True)
-    measured = mean(max(spent(row).makespan for row in step) for step in steps)
-    outside = max(0.0, mean(seconds) - measured)
-    return Again(costs, schedule, mean(passes), mean(bubbles), outside)
+    measured = median(max(spent(row).makespan for row in step) for step in steps)
+    outside = max(0.0, median(seconds) - measured)
+    return Again(costs, schedule, median(passes), median(bubbles), outside)
 
 
 def _played(
@@ -115,28 +118,33 @@ def _played(
 def _messages(
     steps: StepsRan, hosts: Sequence[Mapping[Pass, float]], place: Placement
 ) -> float | tuple[float, ...]:
-    """Return the mean time of a message on each link, in seconds.
+    """Return the time of a message on each link, in seconds: the median over the steps.
 
-    Only messages that a pass waited for show their time. A link without such a message gets the
-    shortest time between the end of a sending pass and the start of the receiving pass.
+    A step has the mean of its messages. Only messages that a pass waited for show their time. A
+    link without such a message gets the shortest time between the end of a sending pass and the
+    start of the receiving pass.
 
     Args:
         steps: [step][pipeline rank] -> the measured passes.
         hosts: for each step the host's time before each pass. The simulator adds it to the pass.
         place: the rank of each stage.
     """
+    # For each link the mean of each step in which a pass waited for one of its messages.
     late: dict[tuple[int, int], list[float]] = defaultdict(list)
     least: dict[tuple[int, int], float] = {}
     for step, host in zip(steps, hosts, strict=True):
+        of_step: dict[tuple[int, int], list[float]] = defaultdict(list)
         for link, x, lag in arrivals(step, place):
             took = lag - host[x.item]
             least[link] = min(took, least.get(link, took))
             if x.waited >= _WAITS:
-                late[link].append(took)
+                of_step[link].append(took)
+        for link, times in of_step.items():
+            late[link].append(mean(times))
     found = []
     for ends in links(place.num_ranks):
         ways = [way for way in (ends, ends[::-1]) if way in least]
         # The difference of two hosts' clocks is in both ways, with opposite signs.
-        times = [mean(late.get(way) or [least[way]]) for way in ways]
-        found.append(max(0.0, mean(times or [0.0])))
+        both = [median(late.get(way) or [least[way]]) for way in ways]
+        found.append(max(0.0, mean(both or [0.0])))
     return tuple(found) or 0.0

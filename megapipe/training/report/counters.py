@@ -25,7 +25,7 @@ from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.kinds import COPIES
 from megapipe.schedule.measured.costs import Ran, measured_costs
 from megapipe.schedule.measured.slow import History, Sample, Slow, extremes
-from megapipe.training.report.again import DIFFERS, Again, predict_again
+from megapipe.training.report.again import DIFFERS, MEASURED, Again, predict_again
 from megapipe.training.report.compared import (
     Measured,
     bubble_of,
@@ -107,6 +107,11 @@ class Counters:
         """
         return None if self._now is None else self._now()
 
+    @property
+    def measures_enough(self) -> bool:
+        """Return whether enough steps of one table are measured to predict the step from them."""
+        return len(self._first) >= MEASURED
+
     def add(self, watch: Stopwatch, *, over: bool) -> list[Slow]:
         """Count a step whose passes this rank has timed. Every few steps this is collective.
 
@@ -184,14 +189,16 @@ class Counters:
         """Return a prediction of the step from the passes so far, on the rank that writes the log.
 
         If its bubble differs from the plan's by DIFFERS or more, `now` predicts by it from here on.
-        Returns None on any other rank, and for a table without passes.
+        Returns None on any other rank, and unless `measures_enough`.
 
         Args:
-            seconds: the duration of each step but the first.
+            seconds: the durations of the last steps.
         """
-        if not self._first or self._schedule is None:
+        if not self.measures_enough or self._schedule is None:
             return None
-        given = (self._first, self.plan.costs, self._schedule, seconds, tuple(self._copies))
+        # Before these, another batch size may have had another table.
+        last = seconds[-len(self._first) :]
+        given = (self._first, self.plan.costs, self._schedule, last, tuple(self._copies))
         self._again = predict_again(*given)
         plan = bubble_of(simulated(self._schedule, self.plan.costs))
         differs = abs(self._again.bubble - plan) >= DIFFERS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from megapipe.plan.seconds.flops import flops_per_token
 from megapipe.training.progress import Progress
 from megapipe.training.report import timers
 from megapipe.training.report.compared import Measured, table
-from megapipe.training.report.counters import THIRD, Counters
+from megapipe.training.report.counters import THIRD, WINDOW, Counters
 from megapipe.training.report.lines import (
     LEGEND,
     iteration_line,
@@ -72,8 +73,8 @@ class Reporter:
         self._peak = config.log.device_peak_tflops or peak_tflops(mesh.device)
         self._place = place
         self._compared = False
-        # Durations of the steps before the comparison, but the first.
-        self._seconds: list[float] = []
+        # Durations of the last steps, but never the first, for the second prediction.
+        self._seconds: deque[float] = deque(maxlen=2 * WINDOW)
         self._counters = Counters(config, mesh, plan, speaker, speaks=self.speaks)
 
     def say(self, text: str) -> None:
@@ -98,34 +99,35 @@ class Reporter:
         for one in slow:
             head = "slow no more" if one.cost is None else "slow"
             self.say(f"{head}: {one.text}")
-        if self._compared or self._counters.steps < THIRD:
+        if self._counters.steps < THIRD:
             return
-        now = self._counters.now
-        if now is not None:
+        if not self._compared and (now := self._counters.now):
             self._compared = True
-            self.say(
-                f"measured over {now.steps} step(s), next to the plan's prediction at the same "
-                "speed:"
-            )
-            rows = [table(now, self._place), "; ".join(fields(PASSES, now))]
-            if len(now.ranks) > 1:
-                rows.append(LEGEND)
-            rows.append(self._again(now))
-            self.say("\n".join(filter(None, rows)))
+            self._compare(now)
+        if self._counters.measures_enough:
+            self._predict_again()
 
-    def _again(self, before: Measured) -> str:
-        """Predict the step again from the passes so far; return a sentence if it differs much.
+    def _compare(self, now: Measured) -> None:
+        """Print the passes of the last steps next to the plan's prediction."""
+        what = f"the last {now.steps} steps"
+        if now.steps == 1:
+            what = "one step"
+        self.say(f"measured: {what}, next to the plan's prediction at the same speed:")
+        rows = [table(now, self._place), "; ".join(fields(PASSES, now))]
+        if len(now.ranks) > 1:
+            rows.append(LEGEND)
+        self.say("\n".join(rows))
 
-        Args:
-            before: the last steps, compared with the plan's prediction.
-        """
+    def _predict_again(self) -> None:
+        """Predict the step again from the passes so far; print a sentence if it differs much."""
+        before = self._counters.now
         again = self._counters.predict_again([*self._seconds, self._window.elapsed])
-        if again is None or not self._counters.predicts_again:
-            return ""
+        if again is None or before is None or not self._counters.predicts_again:
+            return
         by = "FLOPs"
         if self.config.parallel.pipeline_costs is not None:
             by = "--pipeline-costs"
-        return (
+        self.say(
             f"passes and messages take other times than by {by}: by measured times the bubble is "
             f"{again.bubble:.1%}, not {before.predicted_bubble:.1%}, and a step takes "
             f"{again.step * 1e3:.1f} ms. Later lines predict by these times."
@@ -152,7 +154,7 @@ class Reporter:
         first = self._counters.steps == 1
         window.add(result)
         # The first step is slower than all others.
-        if not first and not self._compared:
+        if not first:
             self._seconds.append(window.last_seconds)
         # Known on all ranks, though one alone has boards: the norm below is collective.
         has_board = log.tensorboard_dir or log.wandb_project

@@ -4,10 +4,10 @@
 
 Each drawn model trains on processes over gloo with one thread each, twice judged:
 
-- replayed: the simulator replays each step from 4 on with the measured times of its own passes
+- replayed: the simulator replays each step from 7 on with the measured times of its own passes
   (megapipe/training/report/again.py). Its makespan and bubble stand next to the measured ones. This
   holds on a busy machine too, and for more ranks than cores.
-- ahead: what the log predicts after step 3, next to the medians of the steps from 4 on. The
+- ahead: what the log predicts from steps 2 to 6, next to the medians of the steps from 7 on. The
   simulator gives each rank a core of its own. So only models with no more ranks than cores are
   judged: on two cores, two ranks. Where ranks share cores, a pass takes longer while others run.
 
@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -51,7 +51,7 @@ from megapipe.schedule.measured.costs import Ran as Measured
 from megapipe.training.forward_step import forward_step
 from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.pretrain import Training
-from megapipe.training.report.again import predict_again
+from megapipe.training.report.again import MEASURED, predict_again
 from megapipe.training.run import Run
 from megapipe.training.steps.step import StepResult
 
@@ -60,8 +60,8 @@ STEP = 0.05
 """Most difference of a predicted step, as a share of the measured one."""
 BUBBLE = 0.03
 """Most difference of a predicted bubble, in shares of the passes' time."""
-LATER = 4
-"""The first measured step. Steps 2 and 3 give the prediction."""
+LATER = MEASURED + 2
+"""The first measured step. The steps before it, but for the first, give the prediction."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Flags:
     """Seed of the drawing."""
     pp: tuple[int, ...] = (2, 2, 2, 3, 4)
     """Pipeline ranks to draw from."""
-    steps: int = 12
+    steps: int = 15
     """Steps of each model."""
     tries: int = 3
     """Most measurements of a model, if other programs take the cores."""
@@ -195,7 +195,7 @@ def _rank(runs: Sequence[tuple[Config, Plan]], file: str) -> list[Ran]:
 
 
 def ahead(ran: Ran) -> Both:
-    """Return the log's prediction after the third step, and the medians of the later steps."""
+    """Return the log's prediction from the first steps, and the medians of the later ones."""
     again = ran.rows[-1]["by_measured_passes"]
     later = ran.rows[LATER - 1 :]
     step = median(row["step_ms"] for row in later)
@@ -204,11 +204,11 @@ def ahead(ran: Ran) -> Both:
 
 
 def replayed(ran: Ran, plan: Plan) -> Both:
-    """Return the means of the later steps, predicted from their own passes and measured."""
+    """Return the medians of the later steps, predicted from their own passes and measured."""
     later = ran.rows[LATER - 1 :]
     seconds = [row["step_ms"] / 1e3 for row in later]
     again = predict_again(ran.steps, plan.costs, plan.schedule, seconds)
-    measured = mean(seconds), mean(row["bubble"] for row in later)
+    measured = median(seconds), median(row["bubble"] for row in later)
     return Both((again.step, again.bubble), measured)
 
 

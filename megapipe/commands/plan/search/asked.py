@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.plan.seconds.page import recomputes
 from megapipe.plan.seconds.step import layout_of
 from megapipe.schedule import SCHEDULES
 from megapipe.schedule.catalogue import PLAIN
@@ -20,9 +21,9 @@ WORDS = {
 }
 """Axes with words, and these words. sharding: of weights and gradients, as --use-megatron-fsdp."""
 AXES = (*NUMBERS, *WORDS)
-PARTS = ("sharding", "moves", "pipeline", "recompute")
+PARTS = ("sharding", "moves", "pipeline", "recompute", "hiding")
 """What --without leaves out, apart from schedules; moves are activations offloaded or recomputed
-one by one."""
+one by one, and hiding is that of communication, by pairs of passes or by --tp-comm-overlap."""
 _MOST = 100_000
 
 
@@ -132,7 +133,7 @@ def own_values(own: Config) -> dict[str, str]:
     whole = own.with_fields(micro_batch_size=own.batch.micro_batch_size or 1)
     found = {axis: str(x) for axis, x in zip(NUMBERS, layout_of(whole), strict=True)}
     found["schedule"] = own.parallel.pipeline_schedule or PLAIN
-    found["recompute"] = _word(own.model.recompute_granularity)
+    found["recompute"] = _word(recomputes(own.model))
     found["sharding"] = _word(own.parallel.shards_grads)
     return found
 

@@ -89,6 +89,7 @@ def cell_of(
         recompute_modules=modules,
         num_microbatches_with_partial_activation_checkpoints=partial,
         sequence_parallel=tp > 1,
+        tp_comm_overlap=model.tp_comm_overlap and tp > 1,
         padded_vocab_size=model.padded_vocab(vocab),
         moe_token_dispatcher_type=dispatcher,
     )

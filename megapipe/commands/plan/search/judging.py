@@ -101,18 +101,22 @@ class Judging:
         self.learned = Learned(self.cells)
         self.keys = [key_of(cell) for cell in self.cells]
 
-    def judge(self, candidates: list[Candidate]) -> None:
+    def judge(self, candidates: list[Candidate], before: int = 0) -> None:
         """Judge one candidate of each group of similar ones, and then all others.
 
         In both rounds the candidates with the smallest lower bounds come first.
+
+        Args:
+            before: the number of candidates that were judged earlier, for the progress.
         """
         first: dict[Any, Candidate] = {}
         for x in sorted(candidates, key=attrgetter("least")):
             first.setdefault(self.learned.key(x), x)
         chosen = {id(x) for x in first.values()}
         others = [x for x in candidates if id(x) not in chosen]
-        self._rounds([*first.values()], len(candidates), 0)
-        self._rounds(sorted(others, key=self.learned.expected), len(candidates), len(first))
+        among = before + len(candidates)
+        self._rounds([*first.values()], among, before)
+        self._rounds(sorted(others, key=self.learned.expected), among, before + len(first))
 
     def _rounds(self, candidates: list[Candidate], among: int, before: int) -> None:
         """Judge candidates some at a time. Leave out each one whose step cannot be of interest.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from megapipe.commands.plan.search.found import Search, leaner
@@ -13,9 +13,11 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.flag import flags_of as all_flags
 from megapipe.plan import GIB
+from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.page import digest, in_short, numbers
+from megapipe.plan.seconds.page import digest, in_short, numbers, recomputes
 from megapipe.plan.seconds.step import Timed
+from megapipe.plan.table import checkpoint_bytes
 from megapipe.schedule import Kind
 
 _ALWAYS = (
@@ -32,9 +34,23 @@ _MODEL = (
     "recompute_modules",
     "num_microbatches_with_partial_activation_checkpoints",
     "sequence_parallel",
+    "tp_comm_overlap",
 )
 """Fields of the model that a search chooses."""
 YOURS = "yours"
+NOT_SEARCHED = (
+    "not searched: no plan has --pipeline-slices unless they are given, --vocab-parallel-pipeline, "
+    "--overlap-grad-reduce, --overlap-param-gather or --pipeline-model-parallel-layout auto; every "
+    "plan keeps your kinds of attention, precision, kernels and CUDA graphs. --moe-permute-fusion "
+    "and --moe-grouped-gemm change nothing in any of them."
+)
+"""What the user may try by hand."""
+LeftOut = Callable[[Config], list[str]]
+"""Returns the user's flags to leave out for a plan, by its configuration."""
+
+
+def _none(_: Config) -> list[str]:
+    return []
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,11 @@ def best_of(found: Search) -> list[Timed]:
 
 
 def report(
-    found: Search, memory: float, device: Device | None = None, yours: Yours | None = None
+    found: Search,
+    memory: float,
+    device: Device | None = None,
+    yours: Yours | None = None,
+    undone: LeftOut = _none,
 ) -> str:
     """Return the text with the best plans, their flags to paste, and why the others are out.
 
@@ -81,6 +101,7 @@ def report(
         memory: bytes of a device.
         device: the device whose peak MFU is measured by; None for an H100.
         yours: the plan of the user's own flags; None to leave it out.
+        undone: says which of the user's flags a plan cannot have.
     """
     best = best_of(found)
     ended = "the search was stopped; these are the best plans until then\n" if found.stopped else ""
@@ -95,12 +116,15 @@ def report(
         lines.append(f"{n:2}. {_summary(x, device)}")
         if n > 1:
             lines.append(f"      {_slower(x, first)}")
+        lines.append(f"      {_on_host(x)}")
         lines.append(f"      {' '.join(flags_of(x.config))}")
+        if without := undone(x.config):
+            lines.append(f"      without these of yours: {' '.join(without)}")
     if yours is not None:
         lines += _of_yours(yours, best, memory, device)
     if first.moves:
-        lines.append(_without(found, first))
-    return ended + "\n".join([*lines, f"the other plans: {_lost(found)}"])
+        lines.append(_without(found, best, undone))
+    return ended + "\n".join([*lines, f"the other plans: {_lost(found)}", NOT_SEARCHED])
 
 
 def _slower(x: Timed, first: Timed) -> str:
@@ -108,6 +132,21 @@ def _slower(x: Timed, first: Timed) -> str:
     worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
     more = (x.parts[worst] - first.parts[worst]) / first.step
     return f"{x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step"
+
+
+def host_of(x: Timed) -> tuple[float, float]:
+    """Return the bytes of host memory of a rank: (to save a checkpoint, for copied activations)."""
+    _, saving = checkpoint_bytes(x.plan, x.config)
+    return saving, host_bytes(x.plan)
+
+
+def _on_host(x: Timed) -> str:
+    """Return how much memory of its host a rank needs, in words."""
+    saving, copied = host_of(x)
+    text = f"on the host a rank needs {saving / GIB:.3g} GiB to save a checkpoint"
+    if copied:
+        text += f", {copied / GIB:.3g} GiB for copied activations"
+    return text
 
 
 def _of_yours(yours: Yours, best: list[Timed], memory: float, device: Device) -> list[str]:
@@ -121,7 +160,7 @@ def _of_yours(yours: Yours, best: list[Timed], memory: float, device: Device) ->
     x = yours.plan
     if x is None:
         return [f"{YOURS}: a run refuses these flags: {yours.refused}"] if yours.refused else []
-    lines = [f"{YOURS}: {_summary(x, device)}"]
+    lines = [f"{YOURS}: {_summary(x, device)}", f"      {_on_host(x)}"]
     if x.peak > memory:
         lines.append(f"      needs more than {memory / GIB:g} GiB")
     place = sum(other.step < x.step for other in best) + 1
@@ -146,7 +185,11 @@ def _summary(x: Timed, device: Device) -> str:
     if config.model.has_experts:
         text += f"experts {ep} x {etp}, "
     text += f"micro batch {micro}, {x.schedule}, "
-    text += f"recomputes {config.model.recompute_granularity or 'nothing'}"
+    text += f"recomputes {recomputes(config.model) or 'nothing'}"
+    if any(len(step) > 1 for row in x.plan.schedule.ranks for step in row):
+        text += ", passes in pairs"
+    if config.overlaps_tp:
+        text += ", tensor-parallel messages overlapped"
     if x.moves:
         text += f"; {_moved(x)}"
     return f"{text}; plan {digest(x.plan, config)}"
@@ -163,19 +206,27 @@ def _moved(x: Timed) -> str:
     return f"of {count[Kind.F]} activations {' and '.join(moved)}"
 
 
-def _without(found: Search, first: Timed) -> str:
+def _without(found: Search, best: list[Timed], undone: LeftOut) -> str:
     """Return a line on the best plan that neither offloads nor recomputes single activations.
 
     Args:
         found: the result of the search.
-        first: the best plan of all, to compare with.
+        best: the plans of the report, fastest first.
+        undone: says which of the user's flags a plan cannot have.
     """
     without = "without copies to the host and second forwards of single activations"
     x = found.plain
     if x is None:
         return f"{without} no plan fits"
-    slower = f"{x.step / first.step - 1:.1%} slower than the first"
-    return f"{without}: {x.step:.4g} s, {slower}, {x.schedule}, {' '.join(flags_of(x.config))}"
+    slower = f"{x.step / best[0].step - 1:.1%} slower than the first"
+    text = f"{without}: {x.step:.4g} s, {slower}, {x.schedule}"
+    for n, other in enumerate(best, 1):
+        if other is x:
+            return f"{text}, number {n}"
+    text = f"{text}, {' '.join(flags_of(x.config))}"
+    if left := undone(x.config):
+        text += f", without these of yours: {' '.join(left)}"
+    return text
 
 
 def _lost(found: Search) -> str:
@@ -270,12 +321,18 @@ def left_out(given: Config, config: Config) -> list[str]:
         config: the configuration of the plan.
     """
     chosen = chosen_fields(config)
+    # What one tensor-parallel rank has nothing to do with may stay.
+    idle = set[str]()
+    if config.parallel.tensor_model_parallel_size == 1:
+        idle = {"sequence_parallel", "tp_comm_overlap"}
     names = []
     for name, flag in all_flags(Config).items():
         if flag.field not in chosen.get(flag.section, ()):
             continue
         # Which flag shards the optimizer makes no difference where another one shards it too.
         same = flag.field == "use_distributed_optimizer" and config.parallel.use_megatron_fsdp
-        if given.value(flag.field) != config.value(flag.field) and not same:
+        if flag.field in idle or same:
+            continue
+        if given.value(flag.field) != config.value(flag.field):
             names.append(name)
     return names

@@ -5,7 +5,8 @@ plans by a lower bound of their step, and skips a plan whose bound exceeds the s
 What one plan's schedule adds to its work is expected of others with this schedule too. A step is
 extrapolated from two shorter batches. Plans that do not fit come after the others, with activations
 offloaded or recomputed: by then only few of them can be faster than a plan that fits.
-The best plans are at last made as a run with their flags makes them.
+The best plans are at last made as a run with their flags makes them, and some also with their
+communication hidden.
 
 The search keeps some of the best plans of each kind: with shards and without, with a pipeline and
 without. Otherwise one kind that is a percent ahead would fill the whole list.
@@ -31,6 +32,7 @@ from megapipe.commands.plan.search.cells import (
 from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run
 from megapipe.commands.plan.search.first import first_that_fits, usual
 from megapipe.commands.plan.search.found import OF_KIND, Search, leaner
+from megapipe.commands.plan.search.hiding import hiding
 from megapipe.commands.plan.search.judging import Judging, Tell
 from megapipe.commands.plan.search.screen import OUT_OF_MEMORY, Candidate, Screen, Sketch
 from megapipe.commands.plan.search.workers import Workers
@@ -117,7 +119,7 @@ def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
         if "moves" not in asked.without:
             moved = found.tight
             found.tight = []
-            judging.judge(moved)
+            judging.judge(moved, before=len(candidates))
         found.lost[OUT_OF_MEMORY] += len(found.tight)
     except KeyboardInterrupt:
         found.stopped = True
@@ -143,7 +145,8 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> No
         chosen |= {id(x): x for x in [x for x in of_kind if not x.moves][:1]}
     for x in leaner(ranked):
         chosen[id(x)] = x
-    for made in workers.ask(_made, list(chosen.values())):
+    others = [*hiding(ranked, asked)]
+    for made in workers.ask(_made, [*chosen.values(), *others]):
         found.take(made, screen.memory)
     # Searching a table takes seconds, so only the best layouts with small tables are tried.
     if asked.allows_schedule(SEARCHES):

@@ -95,9 +95,9 @@ def sharded_within(
 
     Times within a hundredth count as equal. Among equals, the table that reduces gradients least
     often is taken. With one reduction for each stage it trains bitwise as a table that never drops
-    weights. Next comes a table without offload or recomputation, then the one with the least
-    memory. All choices are simulated on all ranks. Then each rank takes the best choice that fits
-    it.
+    weights. Next comes the table that offloads and recomputes the fewest activations, then the one
+    with the least memory. All choices are simulated on all ranks. Then each rank takes the best
+    choice that fits it.
 
     Args:
         memory: the limit of all ranks, or one for each, in the unit of the costs; inf for none.
@@ -246,11 +246,12 @@ class _Played:
         both = zip(self.time.peak, limits, strict=True)
         return all(held <= limit * _HAIR for held, limit in both)
 
-    def worth(self, best: float) -> tuple[float, int, bool, float, float]:
+    def worth(self, best: float) -> tuple[float, int, int, float, float]:
         """Return the value by which tables are compared; the smallest is the best.
 
-        It is (makespan, number of reductions, whether activations are offloaded or recomputed,
-        memory, makespan). The first entry is `best` for a table that is at most a hundredth slower.
+        It is (makespan, number of reductions, number of activations that are offloaded or
+        recomputed, memory, makespan). The first entry is `best` for a table that is at most a
+        hundredth slower.
 
         Args:
             best: the makespan of the fastest table.
@@ -260,7 +261,8 @@ class _Played:
         slow = best
         if self.time.makespan > best * _AS_FAST:
             slow = self.time.makespan
-        moves = not self.table.kinds.isdisjoint((Kind.O, Kind.R))
+        # A room for many gathered weights costs moves that the table may not need.
+        moves = sum(x.kind in (Kind.O, Kind.R) for x in self.table.passes())
         return slow, sums, moves, max(self.time.peak), self.time.makespan
 
 

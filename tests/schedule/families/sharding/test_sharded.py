@@ -71,6 +71,16 @@ def test_activations_are_moved_where_weights_need_their_room() -> None:
     assert table.kinds & {Kind.O, Kind.R}
 
 
+def test_no_more_activations_are_moved_than_the_memory_asks_for() -> None:
+    """A room for many gathered weights, which were dropped soon, cost copies of 145 GiB where 112 do."""
+    plain = build("breadth-first", 1, 1, chunks=8)
+    costs = Costs(a=0.01, g=0.01, mem_a=2, mem_g=2, mem_b=16, mem_w=0, o=0.2, l=0.2, mem_o=16, mem_r=0.1)
+    table = sharded_within(plain, costs, 8, moved=lambda room: solve([plain], costs, room, tries=10).schedule)
+    # A stage's activation has 2, its weight and its gradient 0.25 each; two gradients live at once.
+    stay = (8 - 3 * 0.25) // 2
+    assert sum(x.kind in (Kind.O, Kind.R) for x in table.passes()) == 8 - stay
+
+
 def test_a_gradient_waits_for_all_reductions_but_the_last() -> None:
     slow = replace(LINK, g=20)  # each of the four takes five passes' time, so only their memory holds the passes back
     table = with_sharded_weights(build("breadth-first", 1, 4, chunks=4), slow, Living(2, 1))
