@@ -182,10 +182,8 @@ def refuse_without_room(root: Path, needed: int = 0, disk: Path | None = None) -
         # Old ones are removed after a save, so a limit on them makes no room for the first.
         if len(there) > 1:
             listed = ", ".join(map(str, there[:-1]))
-            remedy += (
-                f" Older checkpoints of iterations {listed} are there; --save-keep-last 2 removes "
-                "such ones after each save."
-            )
+            remedy += f" Older checkpoints of iterations {listed} are there; "
+            remedy += "--save-keep-last 2 removes such ones after each save."
         raise CheckpointError(
             f"--save {root}: a checkpoint takes {needed:,} bytes, and {free:,} are free. {remedy}"
         )
