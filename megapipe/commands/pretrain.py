@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _others(found: Read[Flags], config: Config) -> list[str]:
-    """Return the problems of the flags that can be read, next to those that cannot.
+    """Return the problems of the flags that can be read, when other flags cannot.
 
     Args:
         found: the command line.

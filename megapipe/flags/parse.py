@@ -88,8 +88,8 @@ class Read(Generic[T]):
     Attributes:
         value: the configuration. Flags that cannot be read have their defaults in it.
         problems: an error for each unknown flag and each unreadable value.
-        unread: the flags that these errors name. A check of `value` may say about them what is not
-            so, such as that a misspelled one is missing.
+        unread: the flags that these errors name. A check of `value` may be wrong about them: it
+            calls a misspelled flag missing.
     """
 
     value: T
@@ -120,11 +120,13 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     return found.value
 
 
-def read(cls: type[T], argv: Sequence[str] | None = None, *, beside: Iterable[str] = ()) -> Read[T]:
+def read(
+    cls: type[T], argv: Sequence[str] | None = None, *, besides: Iterable[str] = ()
+) -> Read[T]:
     """Return what `parse` does, with the problems in place of an error.
 
     Args:
-        beside: flags of a tool on the same command line. A misspelled name may mean one of them.
+        besides: flags of a tool on the same command line. A misspelled name may mean one of them.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -145,7 +147,7 @@ def read(cls: type[T], argv: Sequence[str] | None = None, *, beside: Iterable[st
             if name in NOOP_FLAGS:
                 noops[" ".join((name, *values))] = NOOP_FLAGS[name].because
     # A line for each, the unknown ones first.
-    ours = {*flags, *beside}
+    ours = {*flags, *besides}
     lines = [_other(name, values, ours, known) for name, values in others]
     lines += [flags[name].count_problem(values) for name, values in given.items()]
     lines += [flags[name].value_problem(values) for name, values in given.items()]
@@ -193,7 +195,7 @@ def read_among(own: type[T], argv: Sequence[str]) -> tuple[Read[T], Read[Config]
         own: the dataclass of the tool's flags.
     """
     of_tool, of_run = split_among(own, argv)
-    return read(own, of_tool), read(Config, of_run, beside=flags_of(own))
+    return read(own, of_tool), read(Config, of_run, besides=flags_of(own))
 
 
 def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:

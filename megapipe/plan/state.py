@@ -69,7 +69,7 @@ def bytes_at_peak(plan: Plan, config: Config) -> list[dict[str, float]]:
     """Return the bytes of each rank at its peak by what they are for; they add up to the peak.
 
     Keys: weights, gradients, optimizer, activations, and gathered for the weights and gradients
-    that are whole for a while, with buffers of CUDA graphs.
+    that are gathered, with buffers of CUDA graphs.
     """
     of_parameter = (
         bytes_of_parameter(config, plan.own.values())[1],

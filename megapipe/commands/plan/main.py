@@ -258,7 +258,7 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
 
 
 class _Sought(NamedTuple):
-    """What a search looks for.
+    """The question of a search: a run, its devices, and restrictions.
 
     Attributes:
         config: the run without its layout.

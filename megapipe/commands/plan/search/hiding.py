@@ -26,7 +26,7 @@ HIDING = "hiding"
 def hiding(ranked: Iterable[Sketch], asked: Asked) -> Iterator[Sketch]:
     """Yield plans of a search again, with their communication hidden.
 
-    A run may refuse some of them; their steps are those of the given plans.
+    A run may refuse some of them; a step still has the given plan's time.
 
     Args:
         ranked: plans of the search, fastest first.
