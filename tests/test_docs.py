@@ -17,6 +17,7 @@ import pytest
 
 from megapipe.config import Config
 from megapipe.doors import DOORS
+from megapipe.errors import ConfigError
 from megapipe.flags import parse
 from megapipe.schedule import SCHEDULES
 from tools.docs import hooks
@@ -106,7 +107,7 @@ def main_of(program: str) -> tuple[ModuleType, Callable[..., object]]:
     else:
         name, function = program.removesuffix(".py").replace("/", "."), ""
     if not re.search(
-        r"\bparse(_among|_args)?\(", ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
+        r"\b(parse|read)(_among|_args)?\(", ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
     ):
         raise Parsed
     module = importlib.import_module(name)
@@ -122,14 +123,19 @@ def read(program: str, words: list[str]) -> None:
 
     def reads(real):
         def call(*given, **named):
-            real(*given, **named)
+            found = real(*given, **named)
+            # `read` and `read_among` return problems, which `parse` raises.
+            halves = found if isinstance(found, tuple) else (found,)
+            if problems := [line for half in halves for line in getattr(half, "problems", ())]:
+                raise ConfigError(problems)
             raise Parsed
 
         return call
 
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("parse", "parse_among"):
-            if hasattr(module, name):
+        for name in ("parse", "parse_among", "read", "read_among"):
+            # Another function may have the short name `read`.
+            if getattr(module, name, None) is getattr(parse, name):
                 patched.setattr(module, name, reads(getattr(module, name)))
         patched.setattr(argparse.ArgumentParser, "parse_args", reads(argparse.ArgumentParser.parse_args))
         patched.setattr(sys, "argv", [program, *words])
