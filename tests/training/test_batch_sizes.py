@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ from megapipe.training.pretrain import Training
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "group-interleaved", "hanayo", "v-half", "dualpipe"])
 def test_a_schedule_takes_all_sizes_of_a_kind_or_none(name):
+    @cache
     def takes(count):
         try:
             return bool(build(name, 4, count))
@@ -127,9 +129,14 @@ def run(config: Config, mesh: ProcessMesh | None = None) -> list[tuple[str, ...]
 DATA = Datasets(short_run.datasets().train, None, None)
 
 
+@cache
+def whole() -> list[tuple[str, ...]]:
+    return run(config())
+
+
 def test_a_growing_batch_has_the_bits_of_runs_by_hand_one_size_after_the_other(tmp_path):
     """Dropout on: random streams follow the samples, wherever a step begins."""
-    told = run(config())
+    told = whole()
     assert [line[:3] for line in told] == [
         (1, 4, 4), (2, 8, 4), (3, 16, 8), (4, 24, 8), (5, 36, 12), (6, 48, 12), (7, 60, 12)
     ]  # fmt: skip
@@ -148,10 +155,9 @@ def test_a_growing_batch_has_the_bits_of_runs_by_hand_one_size_after_the_other(t
 
 
 def test_resume_within_the_ramp_is_exact(tmp_path):
-    whole = run(config())
     first = run(replace(config(train_samples=24), checkpoint=CheckpointConfig(save=str(tmp_path), save_interval=1)))
     rest = config(override_opt_param_scheduler=True)
-    assert first + run(replace(rest, checkpoint=CheckpointConfig(load=str(tmp_path)))) == whole
+    assert first + run(replace(rest, checkpoint=CheckpointConfig(load=str(tmp_path)))) == whole()
 
 
 THREE = {"step_batch_size_schedule": "0:8 128:12 320:16", "train_samples": 52}
@@ -162,7 +168,11 @@ def alone() -> list[tuple[str, ...]]:
     return run(config(**THREE))
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v", "zb-auto"])
+# Tables of a chain that turns, and of a search; scripts/nightly.sh takes two more.
+WITH_TABLES = ["zb-v", "zb-auto", *["zb-h1", "dualpipe-v"] * bool(os.environ.get("MEGAPIPE_NIGHTLY"))]
+
+
+@pytest.mark.parametrize("schedule", WITH_TABLES)
 def test_each_size_has_a_table_of_its_own(schedule):
     """The same losses on two pipeline ranks as on one, over three tables."""
     both = run_threads(lambda mesh: run(config(schedule, pp=2, **THREE), mesh), pp=2, timeout_s=60)

@@ -157,7 +157,7 @@ def test_biases_move_before_the_next_step_where_its_update_does_not_wait(clip, s
     for late in (False, True):
         run = config(MOE, pp=2, schedule=schedule, clip_grad=clip)
         parallel = replace(run.parallel, enable_optimizer_post_validation=late, post_validation_after=0)
-        run = replace(run, parallel=parallel, batch=replace(run.batch, train_iters=5), log=LogConfig(log_interval=100))
+        run = replace(run, parallel=parallel, batch=replace(run.batch, train_iters=3), log=LogConfig(log_interval=100))
         ranks = run_threads(partial(trained, config=run), pp=2)
         found.append({f"{rank} {name}": x for rank, mine in enumerate(ranks) for name, x in mine.items()})
     before, after = found

@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,22 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def numbers_of(folder):
+    """What a case trains in a layout; both tests of this file ask for one of them."""
+    return cache(lambda name, layout: trained(folder, CASES[name], name, layout))
+
+
 @pytest.mark.parametrize(("name", "layout"), ALL if os.environ.get("MEGAPIPE_NIGHTLY") else FEW)
-def test_experts_and_depths_train_as_in_megatron(folder, name, layout):
-    assert list(differences(CASES[name], trained(folder, CASES[name], name, layout))) == []
+def test_experts_and_depths_train_as_in_megatron(numbers_of, name, layout):
+    assert list(differences(CASES[name], numbers_of(name, layout))) == []
 
 
-def test_the_comparison_sees_a_step_of_float32_in_a_norm_and_one_token_elsewhere(folder):
+def test_the_comparison_sees_a_step_of_float32_in_a_norm_and_one_token_elsewhere(numbers_of):
     name, layout = FEW[0]
     case = json.loads(json.dumps(CASES[name]))
     case["rows"][3]["grad_norm"] *= 1 + 2e-6
     case["rows"][5]["tokens"]["layer2"][1] += 1
-    first, second = differences(case, trained(folder, case, name, layout))
+    first, second = differences(case, numbers_of(name, layout))
     assert first.startswith("iteration 4, grad norm: ")
     assert second.startswith("iteration 6, tokens: ")

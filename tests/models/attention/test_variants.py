@@ -183,8 +183,8 @@ def test_losses_and_gradients_are_those_of_plain_torch(name):
 def test_two_stages_of_two_ranks_have_the_gradients_of_one_process(name):
     config = replace(VARIANTS[name], sequence_parallel="capped" not in name)
     alone = replace(config, sequence_parallel=False)
-    one = run_threads(lambda mesh: run_step(mesh, alone, build("1f1b", 1, 4)), pp=1)
-    four = run_threads(lambda mesh: run_step(mesh, config, build("zb-h1", 2, 4)), pp=2, tp=2)
+    one = run_threads(lambda mesh: run_step(mesh, alone, build("1f1b", 1, 2)), pp=1)
+    four = run_threads(lambda mesh: run_step(mesh, config, build("zb-h1", 2, 2)), pp=2, tp=2)
     assert_same(one[0], four)
 
 

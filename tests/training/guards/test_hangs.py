@@ -98,7 +98,7 @@ def test_a_message_that_is_skipped_is_named_with_the_rank_that_never_sent_it(tmp
     assert seconds < TIMEOUT_S + 12
 
 
-@pytest.mark.parametrize("fault, ranks, limit_s", [("kill", 3, 12), ("stop", 2, TIMEOUT_S + 12)])
+@pytest.mark.parametrize("fault, ranks, limit_s", [("kill", 2, 12), ("stop", 3, TIMEOUT_S + 12)])
 def test_a_rank_that_is_killed_or_stopped_is_named_with_what_the_others_wait_for(fault, ranks, limit_s, tmp_path):
     code, text, seconds = run(fault, ranks, tmp_path, torchrun=fault == "kill")
     said, last, gone = lines(text), ranks - 1, ranks - 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from megapipe.training.guards.recovery import state_of
 
 ROOT = Path(__file__).parents[3]
 IN_MEMORY = {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 1}
+MODEL = replace(STYLES["gpt2"], num_layers=1)
 CASES = {
     "gpt2": {},
     "16 bits": {"bf16": True},
@@ -49,8 +51,8 @@ def steps(training, count):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_process_in_the_place_of_a_lost_one_has_its_numbers(case, capsys):
-    plain = steps(run_of(ProcessMesh.single(), config(STYLES["gpt2"], **CASES[case])), 7)
-    flags = config(STYLES["gpt2"], **CASES[case], **IN_MEMORY)
+    plain = steps(run_of(ProcessMesh.single(), config(MODEL, **CASES[case])), 7)
+    flags = config(MODEL, **CASES[case], **IN_MEMORY)
     # As text: a norm that is not finite equals itself there.
     assert repr(steps(run_of(ProcessMesh.single(), flags), 4)) == repr(plain[:4])
     second = run_of(ProcessMesh.single(), flags)
@@ -63,7 +65,7 @@ def test_a_process_in_the_place_of_a_lost_one_has_its_numbers(case, capsys):
 
 
 def test_it_copies_as_often_as_its_flag_says_and_before_each_save(tmp_path):
-    flags = config(STYLES["gpt2"], **IN_MEMORY | {"non_persistent_save_interval": 3})
+    flags = config(MODEL, **IN_MEMORY | {"non_persistent_save_interval": 3})
     first = run_of(ProcessMesh.single(), flags)
     seen = []
     for _ in range(8):
@@ -80,7 +82,7 @@ def test_it_copies_as_often_as_its_flag_says_and_before_each_save(tmp_path):
 
 
 def test_nothing_stays_after_the_end_and_nothing_is_kept_without_a_launcher(memory, monkeypatch, capsys):
-    flags = config(STYLES["gpt2"], **IN_MEMORY, train_iters=2, lr_warmup_iters=0)
+    flags = config(MODEL, **IN_MEMORY, train_iters=2, lr_warmup_iters=0)
     training = run_of(ProcessMesh.single(), flags)
     assert len(list(memory.glob("*/0/*"))) == 2
     assert training.train() == 0
