@@ -43,17 +43,21 @@ A --distributed-timeout-* flag has precedence.
 
 
 class Background:
-    """The asynchronous saves of one rank, one at a time. A process, the writer, writes to disk.
+    """The asynchronous saves of one rank, one at a time.
 
-    All checkpoints of a run have equal files except for the tensors' values. `learn` reads this
-    form from the first checkpoint, `fits` returns whether a checkpoint has it, and `start` begins
-    to save one. `poll` and `news` return how a save has ended, and `finish` waits for it on all
-    ranks. `close` ends the writer.
+    A second process, the writer, writes the files from memory that both processes share.
+
+    All checkpoints of a run have the same files, with the same headers and the same byte position
+    of each tensor. Only the values differ. `learn` reads headers and positions from the first
+    checkpoint, `fits` returns whether tensors go into these files, and `start` begins a save.
+    `poll` and `news` return how a save has ended, and `finish` waits for it on all ranks. `close`
+    ends the writer.
 
     `under_way` is the iteration that is being saved.
 
     Attributes:
-        keep: which checkpoints the first rank's writer keeps after a save, see `retention.Keep`.
+        keep: which checkpoints stay on disk after a save: (--save-retain-interval,
+            --save-keep-last, iterations that may be removed), see `retention.Keep`.
     """
 
     keep: Keep = None, None, ()
@@ -77,10 +81,12 @@ class Background:
         return None if self._job is None else self._job["iteration"]
 
     def learn(self, folder: Path, names: Iterable[str]) -> None:
-        """Read headers and positions of tensors from the first checkpoint; start the writer.
+        """Read from the first checkpoint which file holds each tensor, and at which byte.
+
+        The writer process is started, too.
 
         Args:
-            folder: the first checkpoint, complete.
+            folder: the first checkpoint of the run, which was written without a writer.
             names: the safetensors files that this rank has written there.
         """
         if self._buffer is not None:
@@ -138,9 +144,10 @@ class Background:
             self._writer = None
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether these tensors have the form that `learn` has read, on all ranks.
+        """Return whether `start` can save these tensors, on every rank.
 
-        Collective over the world.
+        It can if the first checkpoint had each of them with the same number of bytes. False before
+        `learn`. Collective over the world.
 
         Args:
             tensors: this rank's tensors by global name.
@@ -216,13 +223,13 @@ class Background:
         return self._answer
 
     def _hear(self, wait: bool) -> tuple[str | None, str]:
-        """Read the writer's output, and return (its answer, why it will not answer).
-
-        The answer is "" for a complete checkpoint or a problem, and None before the writer has
-        answered. The second text is "" unless the writer has ended or hangs without an answer.
+        """Read the writer's output.
 
         Args:
             wait: wait for the answer.
+        Returns: (the answer, why none will come). The answer is "" for a complete checkpoint, the
+            text of a problem, or None so far. The second text is "has ended" or similar for a
+            writer that is gone or hangs, else "".
         """
         assert self._writer is not None, "a job has a writer"
         assert self._writer.stdout is not None, "a pipe"
@@ -239,11 +246,11 @@ class Background:
         return None, f"has not moved for {limit:g} s: it is stopped" if wait else ""
 
     def news(self) -> tuple[int, str, Sequence[int]] | None:
-        """Return (iteration, problem, removed iterations) of a save that has ended on this rank.
+        """Return how a save has ended on this rank; None if none has ended since the last call.
 
-        The problem is "" if the checkpoint is complete. The first rank's writer removes old
-        checkpoints; on other ranks there are no removed iterations. Each save is returned once;
-        None if no save has ended since the last call.
+        Returns: (iteration, problem, iterations of old checkpoints that were removed). The problem
+            is "" if the checkpoint is complete. The first rank removes old checkpoints, so the
+            last value is empty on all others.
         """
         self.poll()
         news = self._news

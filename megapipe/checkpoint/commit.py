@@ -40,7 +40,7 @@ class Digest(TypedDict):
 
 
 class Damaged(CheckpointError):
-    """The error of a checkpoint whose files differ from the files that were saved."""
+    """The error of a checkpoint whose files do not agree with its manifest."""
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -117,12 +117,14 @@ def require(root: Path, iteration: int) -> None:
 
 
 def refuse_to_overwrite(root: Path, after: int) -> None:
-    """Check that a run finds no checkpoint of another run at an iteration that it will save.
+    """Check that no checkpoint in `root` is of a later iteration than the one a run starts from.
+
+    The run would reach that iteration itself, and overwrite the checkpoint.
 
     Args:
         root: the folder of --save.
-        after: the iteration after which the run begins; it saves later ones.
-    Raises: CheckpointError if there is one.
+        after: the iteration from which the run starts.
+    Raises: CheckpointError with the later iterations, up to the pointer's.
     """
     # Later iterations than the pointer's were never announced: a save was cut off before it, or a
     # user moved the pointer back to go on from there.
@@ -208,20 +210,20 @@ def clear(root: Path) -> list[str]:
 
 
 def aside(final: Path, why: str) -> Path:
-    """Return a new name for a checkpoint's folder, under which no run reads it.
+    """Return an unused path next to a checkpoint's, such as iter_0000020.tmp-1f3a5b7c.
 
     Args:
         final: the folder of the checkpoint.
-        why: a word for the name, such as tmp.
+        why: the word after the dot, such as tmp.
     """
     return final.with_name(f"{final.name}.{why}-{secrets.token_hex(4)}")
 
 
 def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Return name -> digest of files, once they are on the disk.
+    """Sync files to the disk, and return name -> digest of each.
 
     Args:
-        folder: the folder of the files, which were just written.
+        folder: the folder of the files.
         names: the names of the files.
     """
     found = {}
@@ -235,12 +237,12 @@ def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
 
 
 def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:
-    """Make a written folder the newest checkpoint, and return its final path.
+    """Write the manifest, give the folder its final name, and point to it. Return the final path.
 
     Args:
-        folder: the temporary folder from `begin`.
+        folder: the temporary folder from `begin`, with all files of the checkpoint.
         iteration: the checkpoint's iteration.
-        files: name -> digest of each of its files, which the manifest will list.
+        files: name -> digest of each file in the folder, as the manifest will list them.
     """
     root = folder.parent
     final = folder_of(root, iteration)
@@ -324,7 +326,7 @@ def is_megatrons(folder: Path) -> bool:
 
 
 def _megatrons(folder: Path) -> str:
-    """Return a text: the folder is Megatron-LM's checkpoint, and the command that converts it."""
+    """Return the error for loading a checkpoint of Megatron-LM, with the command to convert it."""
     return (
         f"{folder} is a checkpoint of Megatron-LM, and megapipe loads its own only. Convert it: "
         f"megapipe convert --from-megatron {folder.parent} --save {folder.parent}-megapipe"
@@ -332,11 +334,11 @@ def _megatrons(folder: Path) -> str:
 
 
 def verify(folder: Path, files: dict[str, Digest], names: Iterable[str]) -> None:
-    """Compare files with the manifest. Raises: Damaged, with every file that differs.
+    """Compare files of a checkpoint with its manifest. Raises: Damaged, with all that differ.
 
     Args:
-        files: the digests of the manifest.
-        names: the files to read; each rank may take some of them.
+        files: name -> digest of every file, from the manifest.
+        names: the files to compare; ranks may divide them among each other.
     """
     problems = []
     for name in names:
@@ -372,7 +374,7 @@ _OTHER = "Load another iteration with --ckpt-step"
 
 
 def _choices(there: list[int]) -> str:
-    """Return a sentence that lists the iterations for --ckpt-step, or says that there are none."""
+    """Return the end of an error: "Choose one with --ckpt-step: 20, 40", or that there is none."""
     if not there:
         return "There is no checkpoint in that folder"
     return f"Choose one with --ckpt-step: {', '.join(map(str, there))}"

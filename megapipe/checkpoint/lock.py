@@ -41,9 +41,9 @@ _NOBODY = {
 
 @contextmanager
 def one_run(directory: str | None, mesh: ProcessMesh) -> Iterator[None]:
-    """Let no other run save in --save until the context ends. Collective over the world.
+    """Own the folder of --save while the `with` block runs, so that no other run saves there.
 
-    A line is printed if the folder is taken over from a dead run.
+    Collective over the world. A line is printed if the folder is taken over from a dead run.
 
     Args:
         directory: the folder of --save; None without the flag.
@@ -75,9 +75,10 @@ class Lock:
     Args:
         root: the folder.
         beat_s: seconds between two touches of the file.
-        timeout_s: seconds to watch the file of an owner on another machine.
+        timeout_s: an owner on another machine counts as dead if it does not touch the file for so
+            many seconds.
     Attributes:
-        path: the file.
+        path: the file that names the owner.
         took_over: a sentence on a dead run that had the folder before; empty if there was none.
     Raises: CheckpointError if another run that lives has the folder.
     """
@@ -150,14 +151,15 @@ class Lock:
 
 
 def _put(draft: Path, path: Path) -> None:
-    """Give a file a second name, under which it is complete at once.
+    """Create `path` with the content of `draft` in one step, by a hard link.
 
-    Where the file system has no hard links, a reader may see it half written for a moment.
+    A reader of `path` finds all content or no file. On a file system without hard links the content
+    is copied, and a reader may find it incomplete for a moment.
 
     Args:
-        draft: the file.
-        path: the second name.
-    Raises: FileExistsError if there is a file of that name, which stays.
+        draft: a complete file.
+        path: the file to create.
+    Raises: FileExistsError if `path` exists; it is left as it is.
     """
     try:
         os.link(draft, path)
@@ -242,9 +244,10 @@ def _myself() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the owner that a file names, by the keys of `_myself`; None if there is no file.
+    """Return the owner that a file names, such as {"host": "a", "pid": 71}; None without a file.
 
-    The owner of a damaged file has values that fit no process.
+    `_myself` says which keys there are. For a damaged file the values are `_NOBODY`, which equals
+    no process.
     """
     try:
         owner: dict[str, Any] = json.loads(path.read_text())
@@ -261,7 +264,10 @@ def _who(owner: dict[str, Any]) -> str:
 
 
 def _lives(path: Path, owner: dict[str, Any], timeout_s: float) -> bool:
-    """Return whether the owner lives. This takes up to `timeout_s` for another machine's owner.
+    """Return whether the process that owns a folder still runs.
+
+    On this machine the process table says so. For another machine, wait up to `timeout_s` for the
+    owner to touch its file.
 
     Args:
         path: the file that the owner touches.
@@ -295,10 +301,10 @@ def _beat_of(path: Path) -> int | None:
 
 
 def _system() -> str | None:
-    """Return a name that is equal for two processes if they see each other's process ids.
+    """Return a text that is equal for two processes if they see each other's process ids.
 
-    It is the machine since its start, with the namespace of process ids. None if the kernel does
-    not say them.
+    It is the boot id of the machine followed by the namespace of process ids. None if the kernel
+    does not show these two.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -52,11 +52,11 @@ _ROTARY = (
 def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
     """Return the settings of the learning-rate curve and of the weight decay, by name.
 
-    state.json has them in this form. They correspond to Megatron-LM's opt_param_scheduler.
+    A checkpoint's state.json has this dict; Megatron-LM's is opt_param_scheduler.
 
     Args:
         config: the flags of this run.
-        schedule: the curve in use; default: the curve of the flags.
+        schedule: the curve in use; None for the curve of the flags.
     """
     schedule = schedule or LRSchedule.of(config)
     return {**dataclasses.asdict(schedule), "weight_decay": schedule.weight_decay.saved()}
@@ -83,11 +83,10 @@ def changed_settings(
 
     Args:
         saved: the configuration as it was saved. A field that is missing there is not compared.
-            Nothing is compared with a configuration that has never trained.
-        contents: the digests of data and tokenizer that were saved, see `ranks.contents`; None
-            passes.
+            Nothing is compared if it has no seq_length, as it has not trained yet.
+        contents: the digests of data and tokenizer that were saved, see `ranks.contents`.
         config: the flags of this run.
-        here: this run's digests of data and tokenizer; None passes.
+        here: the same digests of this run. They are compared only if neither is None.
     Returns: name of the setting -> a text with both values.
     """
     changed: dict[str, str] = {}
@@ -128,7 +127,7 @@ def _other_contents(contents: Mapping[str, str], here: Mapping[str, str]) -> dic
 
     Args:
         contents: the saved digests of data and tokenizer, by flag.
-        here: this run's digests.
+        here: the same digests of this run.
     """
     changed = {
         name: f"{flag(name)} is another file or has other contents than the run trained with"
@@ -155,14 +154,15 @@ def _decides(name: str, config: Config) -> bool:
 
 
 def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dict[str, str]:
-    """Return settings by which the same samples form other microbatches or go to other ranks.
+    """Return the changed settings that only matter for some runs: microbatch size and replicas.
 
-    Only settings that change the results of training are returned: name -> a text with both values.
+    The microbatch size matters for dropout, for instance, which is drawn for each microbatch.
 
     Args:
         saved: the settings of the run that saved, by name.
-        theirs: its number of data-parallel replicas.
+        theirs: the number of data-parallel replicas of that run.
         config: the flags of this run.
+    Returns: name of the setting -> a text with both values.
     """
     changed: dict[str, str] = {}
     model = config.model
@@ -193,9 +193,9 @@ def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dic
 
 
 def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str]:
-    """Return problems with settings that differ and that --override-on-load does not name.
+    """Return an error for settings that differ and that --override-on-load does not name.
 
-    A name in --override-on-load that is no such setting is a problem, too.
+    A name in --override-on-load that is no setting gives an error, too.
 
     Args:
         changed: name of a setting -> a text with both values, from `changed_settings`.
@@ -228,11 +228,11 @@ def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str
 
 
 def _batch(saved: Mapping[str, Any], replicas: int) -> int:
-    """Return a saved run's global batch size; by default, one microbatch for each replica.
+    """Return a saved run's global batch size: the flag's, or one microbatch for each replica.
 
     Args:
         saved: the settings of that run, by name.
-        replicas: its number of data-parallel replicas.
+        replicas: the number of data-parallel replicas of that run.
     """
     return int(saved["global_batch_size"] or saved["micro_batch_size"] * replicas)
 
@@ -252,11 +252,11 @@ def _replicas(saved: Mapping[str, Any]) -> int:
 def resume_problems(
     model: Mapping[str, Any], scheduler: Mapping[str, Any] | None, config: Config, name: str
 ) -> list[str]:
-    """Return a text for each setting with which a run cannot continue from a checkpoint.
+    """Return an error for each setting with which a run cannot continue from a checkpoint.
 
     Args:
         model: the fields of the saved ModelConfig.
-        scheduler: the saved result of `settings`; None to compare the model alone.
+        scheduler: the result of `settings` in the checkpoint; None to compare only the model.
         config: the flags of this run.
         name: the checkpoint's name.
     """
@@ -289,9 +289,10 @@ def resume_problems(
 
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that the weights depend on, equal for all flags of an equal model.
+    """Return the settings that the weights depend on, in one form for all flags of equal models.
 
-    Defaults are filled in. A setting without effect is left out, or has its default.
+    A size that follows from others is filled in, such as kv_channels. A setting without effect in
+    this model is removed, such as moe_router_topk without experts, or is set to its default.
     """
     fields = {name: value for name, value in dataclasses.asdict(model).items() if name not in FREE}
     # JSON has no tuples.
@@ -332,7 +333,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without settings of attention that this model does not use.
+    """Return the fields without attention's settings that have no effect in this model.
 
     Args:
         fields: fields of ModelConfig by name.
@@ -356,9 +357,9 @@ def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_heads(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without settings that this model's heads do not use.
+    """Return the fields for a model without latent attention.
 
-    Settings of multi-head latent attention are left out. So are YaRN's, without YaRN.
+    Settings of latent attention are removed. Settings of YaRN or longrope are, if it is not used.
 
     Args:
         fields: fields of ModelConfig by name.
@@ -374,9 +375,9 @@ def _of_heads(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with the defaults of experts filled in.
+    """Return the fields with the experts' settings in one form, such as a list of layers.
 
-    For a dense model the settings of experts are left out.
+    For a dense model these settings are removed.
 
     Args:
         fields: fields of ModelConfig by name.

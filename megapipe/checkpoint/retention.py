@@ -39,14 +39,14 @@ def surplus(iterations: Sequence[int], every: int | None, last: int | None) -> l
 
 
 def retain(newest: Path, keep: Keep) -> list[int]:
-    """Remove surplus checkpoints, if all files of the newest one are there.
+    """Remove the checkpoints that `surplus` returns, if all files of the newest one are there.
 
-    Checkpoints that are newer, or were renamed, stay. A checkpoint that cannot be removed stays.
+    A checkpoint that cannot be removed stays.
 
     Args:
-        newest: the folder of the newest checkpoint.
-        keep: (--save-retain-interval, --save-keep-last, iterations that may be removed); None for
-            all iterations.
+        newest: the folder of the checkpoint that was just saved. Later iterations stay.
+        keep: (--save-retain-interval, --save-keep-last, iterations that may be removed). The first
+            two are None without the flag; a last value of None allows all iterations.
     Returns: the iterations that were removed.
     """
     root = newest.parent
@@ -71,9 +71,9 @@ def retain(newest: Path, keep: Keep) -> list[int]:
 
 
 def others(config: CheckpointConfig, own: Sequence[int]) -> str:
-    """Return a line for the user on checkpoints in --save that earlier runs have saved.
+    """Return a line for the user: which checkpoints of earlier runs are in --save, and their fate.
 
-    The text is empty if there are none, or if no flag removes any checkpoint.
+    Empty if there are none, or if no flag removes any checkpoint.
 
     Args:
         config: the checkpoint flags.

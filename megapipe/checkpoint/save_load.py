@@ -41,9 +41,10 @@ class LoadedState:
         iteration: steps so far.
         consumed_train_samples: samples that were trained on.
         consumed_valid_samples: samples that evaluations have read.
-        state: the rest of the run's state as JSON, which `save_checkpoint` was given.
-        schedule: the checkpoint's learning-rate curve if flags ask for it; None for the flags' own.
-        other: texts on settings that this run has changed, from `resume.changed_settings`.
+        state: the argument `state` of the `save_checkpoint` that wrote the checkpoint.
+        schedule: the checkpoint's learning-rate curve under
+            --use-checkpoint-opt_param-scheduler; None for the curve of this run's flags.
+        other: a text for each setting that this run has changed, from `resume.changed_settings`.
     """
 
     iteration: int = 0
@@ -59,9 +60,9 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
 
     Args:
         directory: the folder of --save.
-        iteration: the number of steps after which the run begins.
-        needed: bytes of a checkpoint, as far as they are known.
-    Raises: CheckpointError on all ranks if it cannot.
+        iteration: the iteration from which the run starts.
+        needed: bytes that a checkpoint takes at least; 0 if not known.
+    Raises: CheckpointError on all ranks if the run cannot save.
     """
     root = Path(directory)
 
@@ -149,8 +150,9 @@ def save_checkpoint(
         state: other state of the run, as JSON: at least consumed_train_samples and
             consumed_valid_samples.
         schedule: the learning-rate curve in use; default: the curve of the flags.
-        background: writes from the second checkpoint on; its last save must be finished.
-    Returns: the checkpoint's folder; None while it is being written.
+        background: the asynchronous saves of --async-save; the last one must be finished. The
+            first checkpoint of a run is written without it, before this function returns.
+    Returns: the checkpoint's folder; None if `background` is still writing it.
     Raises: CheckpointError on all ranks if any cannot write; earlier checkpoints are unchanged.
     """
     # torch.distributed.checkpoint takes a second, and not every run saves.
@@ -195,8 +197,8 @@ def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -
 
     Args:
         config: the checkpoint flags.
-        mesh: the first rank looks for all, and prints a line if there is no checkpoint. None: this
-            process looks alone and prints nothing, before there are ranks.
+        mesh: all ranks: the first looks for the others, and prints a line if there is no
+            checkpoint. With None this process looks by itself and prints nothing.
     Raises: CheckpointError if the pointer to the newest checkpoint is damaged, or with
         --exit-on-missing-checkpoint if there is no checkpoint.
     """

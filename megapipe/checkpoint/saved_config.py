@@ -25,9 +25,10 @@ Look = Callable[[CheckpointConfig], Path | None]
 
 
 def saved_config(folder: Path) -> Config:
-    """Return the flags of the run that wrote a checkpoint; a flag that it lacks has its default.
+    """Return the flags of the run that wrote a checkpoint.
 
-    `model_provider` is None here, as no checkpoint may name code to run, see `require_provider`.
+    A flag that is not in the checkpoint, which an older version may have written, has its default.
+    `model_provider` is None, as no checkpoint may name code to run, see `require_provider`.
 
     Raises: CheckpointError if its state.json cannot be read.
     """
@@ -81,15 +82,16 @@ def require_provider(folder: Path, given: str | None) -> None:
 
 
 def with_checkpoint_args(config: Config, look: Look = find_checkpoint) -> Config:
-    """Return the flags with the architecture of the checkpoint to load (--use-checkpoint-args).
+    """Return the flags, with the model's architecture taken from the checkpoint to load.
 
-    Flags of the architecture are ignored. Dropout comes from the checkpoint too, as in Megatron-LM,
-    and the router's type if no flag gives one. Flags that say how the same model is computed or
-    initialised stay, and so does --model-provider.
+    This is --use-checkpoint-args; without it, or without a checkpoint, the flags are returned
+    unchanged. Sizes such as --num-layers come from the checkpoint, and so does dropout, as in
+    Megatron-LM. --moe-router-dtype does if it is not given. Flags on which the weights do not
+    depend, such as --attention-backend, come from the command line.
 
     Args:
         config: the flags of the command line.
-        look: returns the checkpoint to load, None if there is none.
+        look: a function that returns the checkpoint to load; None if there is none.
     Raises: ConfigError without --load; CheckpointError if the checkpoint needs a --model-provider
         that the command line does not give.
     """
@@ -138,7 +140,7 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values that are fields of this version's configuration, with lists as tuples.
 
     Args:
-        values: the saved values of a section, by name.
+        values: the saved values of all sections, by name.
     Raises: TypeError for a value of a type that its field never had.
     """
     found = {name: value for name, value in values.items() if name in RULES}

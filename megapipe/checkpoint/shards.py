@@ -67,12 +67,12 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 def whole_weights(optimizer: Optimizer | None) -> AbstractContextManager[None]:
-    """Return a context in which a rank has its whole weights.
+    """Return a context in which this rank's weights are gathered.
 
-    Between steps it may have only shards of them.
+    Outside of it a rank may have only shards of its weights, as in FSDP.
 
     Args:
-        optimizer: gathers the shards; None if nothing is trained.
+        optimizer: gathers the shards; None if nothing is trained, so that nothing is sharded.
     """
     if optimizer is None:
         return nullcontext()
@@ -121,13 +121,14 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
 def tensors_of(
     stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh
 ) -> dict[str, Tensor]:
-    """Return the tensors of this rank by key, as views in their saved shape.
+    """Return the tensors of this rank as a checkpoint has them, by key. They share storage.
 
-    The key of a weight is its global name; optimizer.KIND precedes it for optimizer state.
+    A weight's key is its global name. Optimizer state has the kind in front, such as
+    optimizer.exp_avg.NAME.
 
     Args:
         stages: this rank's stages.
-        held: kind of optimizer state -> parameter's name -> its state; empty to leave it out.
+        held: {kind: {parameter's name: state}} of the optimizer; empty to leave it out.
     """
     params = dict(pair for stage in stages for pair in (*saved_tensors(stage), *histories(stage)))
     layouts = {name: layout_of(param) for name, param in params.items()}
@@ -150,12 +151,13 @@ def tensors_of(
 
 
 def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
-    """Receive the second copy of a shared vocabulary, under DualPipe, from the mirrored rank.
+    """Fill the vocabulary parts that no file has, if DualPipe's ranks split the vocabulary.
 
-    The mirrored rank has read its own part of the vocabulary. No file has a second copy.
+    DualPipe has two copies of the model. Pipeline ranks r and p - 1 - r hold equal parts of the
+    vocabulary, and only one of them saves and loads each part. That rank sends it to the other.
 
     Args:
-        stages: this rank's stages, whose second copy is filled.
+        stages: this rank's stages, whose parameters are filled.
     """
     params = dict(pair for stage in stages for pair in stage.named_parameters())
     if not any(_of_twin(layout_of(param), mesh) for param in params.values()):
@@ -168,10 +170,10 @@ def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
 
 
 def loadable(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors to load: all but FP8 histories that the folder lacks.
+    """Return the tensors to load: all except FP8 histories that the folder does not have.
 
-    A history holds the largest values of recent steps. Without one in the folder, as after a run in
-    another precision or with a shorter history, a run keeps its own.
+    An FP8 history has the largest values of recent steps. The folder may lack it, after a run in
+    bf16, or have it in another length. The run then keeps its initial history.
 
     Args:
         folder: the checkpoint.
@@ -204,7 +206,7 @@ def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> No
         folder: the checkpoint.
         needed: key -> full shape and dtype of the tensor, from `facts_of`.
         with_optimizer: optimizer state is needed too.
-    Raises: CheckpointError if they differ. torch would convert some, and skip others.
+    Raises: CheckpointError if they differ. torch itself would convert a dtype, and skip a key.
     """
     there = _stored(folder)
     if with_optimizer and not any(key.startswith("optimizer.") for key in there):
@@ -289,9 +291,13 @@ def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:
 
 
 def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
-    """Return this rank's part of a tensor as a DTensor of the full shape.
+    """Return this rank's part of a tensor as a DTensor of the tensor's full shape.
 
-    A tensor that this rank has completely is returned as a plain Tensor in its saved shape.
+    A tensor that is not split is returned as a plain Tensor.
+
+    Args:
+        tensor: this rank's part, in any shape of as many elements.
+        layout: how ranks split the tensor.
     """
     local = tensor.view(layout.local(mesh.tp))
     axes: dict[int, Axis] = {}
@@ -323,9 +329,12 @@ def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
 
 
 def _of_twin(layout: Layout, mesh: ProcessMesh) -> bool:
-    """Return whether this rank's part of the vocabulary is a copy of the mirrored rank's part.
+    """Return whether another rank saves this rank's part of the vocabulary.
 
-    Under DualPipe, two ranks have equal stages; one of them saves.
+    Under DualPipe pipeline ranks r and p - 1 - r have equal parts, and one of them saves.
+
+    Args:
+        layout: the layout of a parameter; False for one that is not split over pipeline ranks.
     """
     # Shares are numbered as the ranks that save them.
     return layout.part[1] > 1 and layout.part[0] != mesh.pp.rank

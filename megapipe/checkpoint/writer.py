@@ -37,12 +37,12 @@ class Job(TypedDict):
     """One save of one rank, which the rank sends to its writer.
 
     Attributes:
-        folder: the folder to write, which is renamed at the commit.
+        folder: the temporary folder to write; it gets its final name once all ranks have written.
         iteration: the checkpoint's iteration.
         rank: the global rank.
         ranks: number of ranks.
-        files: name -> (position in the shared memory, size), in bytes.
-        texts: name -> content of further files.
+        files: name of a safetensors file -> (offset in the shared memory, size), in bytes.
+        texts: name of a text file, such as state.json -> content; empty except on rank 0.
         keep: which checkpoints stay after the save, see `retention.retain`.
     """
 
@@ -56,7 +56,7 @@ class Job(TypedDict):
 
 
 class Failed(Exception):
-    """Raised if another rank's part has failed."""
+    """Raised while waiting for other ranks, if one of them could not write its files."""
 
 
 def marker(folder: Path) -> Path:
@@ -106,7 +106,7 @@ def write(job: Job, memory: int) -> list[int]:
 def _wait(folder: Path, done: Callable[[], bool]) -> None:
     """Wait until `done` returns True.
 
-    Raises: Failed if another rank marks the save of `folder` as failed first.
+    Raises: Failed if before that another rank reports that it cannot write to `folder`.
     """
     while not done():
         if marker(folder).exists():
@@ -135,21 +135,21 @@ def _signs_of_life() -> Iterator[None]:
         thread.join()
 
 
-def _main(memory: int, rank: int) -> None:
+def _main(memory: int, parent: int) -> None:
     """Run the writer process: save each Job that arrives on stdin, one after the other.
 
     The answer on stdout is a line of JSON, [problem or "", removed iterations].
 
     Args:
         memory: file descriptor of the shared memory.
-        rank: process id of the rank.
+        parent: process id of the training process, whose end also ends this process.
     """
     # The rank handles signals, and waits for this process before it ends.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # PR_SET_PDEATHSIG: the kernel kills this process when the rank ends, however it ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != rank:
+    if os.getppid() != parent:
         return
     for line in sys.stdin:
         job: Job = json.loads(line)

@@ -26,7 +26,10 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
 
 
 def batch_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of the batch sizes, at most three, and of the evaluations' batch."""
+    """Yield the problems of the batch sizes in training and evaluation: the first three, if more.
+
+    Further problems concern --reschedule-after and --train-samples with these sizes.
+    """
     wrong: dict[str, None] = {}
     # Reversed, so that the smallest size of each kind stays.
     smallest = {_kind(config, size): size for size in reversed(config.batch_sizes.distinct)}
@@ -56,11 +59,11 @@ def batch_problems(config: Config) -> Iterator[str]:
 
 
 def _kind(config: Config, size: int) -> tuple[int, int]:
-    """Return a key of a batch size. A schedule accepts or refuses all sizes with one key.
+    """Return a key of a batch size: a schedule accepts all sizes with an equal key, or none.
 
-    A schedule may demand a least number of microbatches, at most 2p, and a multiple of p or 2; p
-    is the number of pipeline ranks. So a batch that grows is checked at the smallest size of each
-    kind.
+    A schedule may demand a least number of microbatches, up to 2p, and a multiple of p or 2; p is
+    the number of pipeline ranks. If the batch grows during a run, only the smallest size with each
+    key has to be checked.
 
     Args:
         size: the batch size in sequences.
@@ -75,11 +78,11 @@ def _kind(config: Config, size: int) -> tuple[int, int]:
 
 
 def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
-    """Yield the problems of a constant batch.
+    """Yield the problems of `config`, whose batch does not grow.
 
     Args:
-        whole: the flag that gives the batch size, for the text.
-        micro: the flag that gives the size of a microbatch.
+        whole: the flag to name for the batch size, such as --eval-global-batch-size.
+        micro: the flag to name for the size of a microbatch.
     """
     batch = config.global_batch_size
     share = config.batch.micro_batch * config.data_parallel_size

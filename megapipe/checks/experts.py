@@ -36,9 +36,10 @@ def expert_problems(config: Config) -> Iterator[str]:
 
 
 def _mapping(config: Config) -> Iterator[str]:
-    """Yield the problem of experts whose ranks do not fit the order of --use-tp-pp-dp-mapping.
+    """Yield the problem of --use-tp-pp-dp-mapping if etp x ep differs from tp x cp.
 
-    Under this order a rank would be on one stage for its experts and on another for all else.
+    The flag numbers pipeline ranks before data-parallel ranks. With different products a rank would
+    have the experts of one stage and the other layers of another stage.
     """
     par = config.parallel
     of_layer = par.tensor_model_parallel_size * par.context_parallel_size
@@ -85,10 +86,10 @@ def _layers(model: ModelConfig) -> Iterator[str]:
 
 
 def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
-    """Yield problems of --moe-router-topk, the number of experts of a token.
+    """Yield problems of --moe-router-topk: more than the experts, or 1 with an idle router.
 
     Args:
-        upcycled: the experts are made from a dense model, by --moe-use-upcycling.
+        upcycled: whether the experts are made from a dense model, by --moe-use-upcycling.
     """
     k = model.moe_router_topk
     experts = model.experts
@@ -155,7 +156,7 @@ def _balance(model: ModelConfig) -> Iterator[str]:
 def _limits(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
     """Yield the problem of a --moe-expert-capacity-factor that is too small.
 
-    With such a factor every token is dropped, or an expert takes less than one.
+    It is if an expert would take less than one token of a microbatch.
 
     Args:
         batch: the flags of batch and sequence, which give the number of tokens.
@@ -245,7 +246,10 @@ def _widths(config: Config) -> Iterator[str]:
 
 
 def _upcycling(config: Config) -> Iterator[str]:
-    """Yield flags with which experts made from a dense model would not compute the same as it."""
+    """Yield problems of --moe-use-upcycling, which makes experts from a dense model's MLPs.
+
+    A flag is a problem if the model would not compute the same as the dense model at first.
+    """
     model = config.model
     name = "--moe-use-upcycling"
     granularity = "--moe-upcycling-granularity"
@@ -300,13 +304,13 @@ def _upcycling(config: Config) -> Iterator[str]:
 
 
 def _cut_copies(model: ModelConfig, slices: int) -> Iterator[str]:
-    """Yield the problem of router groups that separate experts which must be chosen together.
+    """Yield the problem of --moe-router-num-groups that separates experts of one MLP.
 
-    Upcycling cuts each copy of the dense MLP into experts. They equal the MLP only if a token
-    chooses all of a copy.
+    Upcycling cuts each copy of the dense MLP into `slices` experts. Together they compute what the
+    MLP did, so a token must choose all of them, and they must be in one group.
 
     Args:
-        slices: the number of experts into which a copy is cut.
+        slices: the number of experts from one copy of the MLP.
     """
     groups = model.moe_router_num_groups
     chosen = model.moe_router_group_topk

@@ -42,12 +42,12 @@ def fp8_problems(config: Config) -> Iterator[str]:
 
 
 def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int]]:
-    """Yield (flag, width, ranks that split it) of each dimension of a matrix product.
+    """Yield (flag, width, tensor-parallel ranks that split the width) of each product's dimensions.
 
-    The width is None where its flag was not given.
+    For example ("--ffn-hidden-size", 4096, 2). The width is None if the flag was not given.
 
     Args:
-        at_once: each width must be a multiple of this number.
+        at_once: how many numbers a GPU multiplies at a time; only `_heads` reads it.
     """
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
@@ -67,11 +67,12 @@ def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int
 
 
 def _heads(model: ModelConfig, tp: int, at_once: int) -> Iterator[tuple[str, int | None, int]]:
-    """Yield (flag, width, ranks that split it) of the dimensions of attention's products.
+    """Yield (flag, width, ranks that split the width) of the dimensions of attention's products.
 
     Args:
         tp: the number of tensor-parallel ranks.
-        at_once: each width must be a multiple of this number.
+        at_once: how many numbers a GPU multiplies at a time. --kv-channels is yielded only if the
+            width of a projection is no multiple of it.
     """
     heads = model.num_attention_heads
     if model.multi_latent_attention:

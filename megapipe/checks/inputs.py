@@ -85,7 +85,7 @@ def _installed(package: str) -> bool:
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """Yield problems of the intervals of checkpoints, and of --replication's groups of ranks."""
+    """Yield problems of --save-retain-interval, and of the ranks that --replication groups."""
     yield from _replica_problems(config)
     every = config.checkpoint.save_interval
     kept = config.checkpoint.save_retain_interval

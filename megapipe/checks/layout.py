@@ -17,7 +17,8 @@ _LARGEST = 128
 def layout_problems(config: Config) -> Iterator[str]:
     """Yield problems of world size, batch, schedule and layers.
 
-    Where the world size is wrong, schedule and layers are checked with a suitable batch.
+    If the world size is wrong, the number of microbatches is unknown. Schedule and layers are then
+    checked with 4p microbatches for p pipeline ranks.
     """
     par = config.parallel
     tp = par.tensor_model_parallel_size
@@ -44,9 +45,9 @@ def layout_problems(config: Config) -> Iterator[str]:
 
 
 def _layouts(config: Config) -> str:
-    """Return text with the tensor x pipeline sizes that suit processes and model.
+    """Return the end of an error: ", or use tensor x pipeline 2 x 4, 4 x 2." and so on.
 
-    They are at most six, largest first.
+    Named are at most six sizes that divide the processes, widths and layers, largest first.
     """
     world = config.world_size
     layers = config.model.num_layers or 1

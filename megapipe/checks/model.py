@@ -63,7 +63,7 @@ def shape_problems(config: Config) -> Iterator[str]:
 
 
 def _heads(m: ModelConfig) -> Iterator[str]:
-    """Yield the first problem of a head's size and of its rotated channels."""
+    """Yield the first problem of a head's size, or of its channels that are rotated."""
     hidden = m.hidden_size
     heads = m.num_attention_heads
     if not hidden or not heads:
@@ -119,9 +119,11 @@ def _yarn(model: ModelConfig) -> Iterator[str]:
 
 
 def _longrope(model: ModelConfig, pairs: int) -> Iterator[str]:
-    """Yield problems of longrope's lists of divisors: another length, or none above 0.
+    """Yield problems of the two lists of divisors, --longrope-short-factor and -long-factor.
 
-    pairs: number of rotated pairs of channels of a head.
+    Args:
+        pairs: the length that a list must have: half the rotated channels of a head. All numbers
+            must be above 0.
     """
     for name in ("short", "long"):
         divisors = getattr(model, f"longrope_{name}_factor")
@@ -133,7 +135,10 @@ def _longrope(model: ModelConfig, pairs: int) -> Iterator[str]:
 
 
 def _latent(model: ModelConfig) -> Iterator[str]:
-    """Yield problems of rotary positions in latent attention: an odd width, a base up to 1."""
+    """Yield problems of rotary embedding in latent attention.
+
+    They are an odd number of rotated channels, and a --rotary-base of at most 1 under YaRN.
+    """
     latent = "--multi-latent-attention"
     dim = model.qk_pos_emb_head_dim
     # As in Megatron-LM, YaRN rotates all of these channels.
@@ -153,7 +158,10 @@ def _latent(model: ModelConfig) -> Iterator[str]:
 
 
 def offload_problems(config: Config) -> Iterator[str]:
-    """Yield problems of --offload-modules: parts that the model lacks, or that keep nothing."""
+    """Yield problems of --offload-modules.
+
+    A named module is a problem if the model does not have it, or if offloading it frees no memory.
+    """
     model = config.model
     modules = config.parallel.offload_modules
     given = f"--offload-modules {' '.join(modules)}"
@@ -176,7 +184,7 @@ def offload_problems(config: Config) -> Iterator[str]:
 
 
 def recompute_problems(config: Config) -> Iterator[str]:
-    """Yield the problem of --recompute-modules with parts that the model does not have."""
+    """Yield the problem of --recompute-modules if the model has no module that the flag names."""
     model = config.model
     modules = model.recompute_modules
     if model.recompute_granularity == "full" or not model.recompute_selective:
@@ -206,7 +214,7 @@ def recompute_problems(config: Config) -> Iterator[str]:
 def override_problems(config: Config) -> Iterator[str]:
     """Yield the problems of layers that --per-layer-overrides changes.
 
-    Of equal layers the first is named.
+    If several equal layers have a problem, it is reported for the first of them.
     """
     model = config.model
     if model.per_layer_overrides is None or model.num_layers is None:

@@ -52,11 +52,13 @@ def divisors(value: int) -> list[int]:
 
 
 def near(value: int, multiple_of: int) -> str:
-    """Return the two multiples next to a value as text: below, if above 0, and above it.
+    """Return the multiples next to a value as text, such as "28 or 32" for 30 and multiples of 4.
+
+    The lower multiple is left out if it is 0.
 
     Args:
         value: the number.
-        multiple_of: the number whose multiples are meant.
+        multiple_of: the number whose multiples are returned.
     """
     low = value // multiple_of * multiple_of
     # 0 would be a remedy that the next start refuses.

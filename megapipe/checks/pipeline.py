@@ -74,11 +74,12 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
 
 
 def table_problem(config: Config, microbatches: int) -> str | None:
-    """Return an error if a step has too many forwards, so that its table takes minutes to make.
+    """Return an error if a step has more than FORWARDS forward passes; None if it has not.
+
+    The schedule table of so large a step would take minutes to make.
 
     Args:
         microbatches: per step and data-parallel rank.
-    Returns: None for a step of a usual size.
     """
     count = forwards(config, microbatches)
     if count <= FORWARDS:
@@ -106,11 +107,12 @@ def _named(schedule: str, text: str) -> str:
 def _remedy(config: Config, name: str, microbatches: int | None) -> str:
     """Return the end of an error about a number of microbatches that a schedule refuses.
 
-    The text names the flags that make the number. For a schedule file it names the value that fits.
+    It shows from which flags the number follows. For a schedule file it also says which
+    --global-batch-size or pipeline size the file was made for.
 
     Args:
         name: the schedule's name.
-        microbatches: the number; None if it is not known, for an empty text.
+        microbatches: the number; None if it is not known, then the text is empty.
     """
     if microbatches is None:
         return ""
@@ -137,12 +139,12 @@ def _remedy(config: Config, name: str, microbatches: int | None) -> str:
 def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
     """Yield problems of --vocab-parallel-pipeline, which splits the vocabulary over pipeline ranks.
 
-    The flag adds passes of embedding and head on every rank. A table that has such passes already
-    is a problem, and so are vocabulary rows that cannot be split into equal parts.
+    The flag adds passes of embedding and head on every rank. A schedule file may not have these
+    passes already, and the rows of the vocabulary must divide by the ranks.
 
     Args:
         name: the schedule's name, for the text.
-        place: the placement of the schedule's stages.
+        place: on which rank each stage of the schedule is.
     """
     par = config.parallel
     model = config.model
@@ -171,10 +173,10 @@ def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterato
 
 
 def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[str]:
-    """Yield problems of multi-token prediction with the layout or with the schedule.
+    """Yield problems of multi-token prediction (--mtp-num-layers) with the layout or the schedule.
 
     Args:
-        name: the schedule's name.
+        name: the schedule's name, for the text.
     """
     place = schedule.placement
     unfit = ask(lambda: ranks_of_depths(config, place))
@@ -204,8 +206,12 @@ def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[s
 def _twin_problems(name: str, place: Placement) -> Iterator[str]:
     """Yield the first problem of a schedule with two copies of the model, as in DualPipe.
 
-    Training keeps two copies equal if they lie on mirrored ranks. The schedules of the catalogue
-    have no problem; one from a file may.
+    The two copies of a stage must be on ranks r and p - 1 - r of p pipeline ranks, as gradients
+    are summed between these two. A schedule from a file may place them otherwise.
+
+    Args:
+        name: the schedule's name, for the text.
+        place: on which rank each stage of the schedule is.
     """
     if place.num_chains > 2:
         yield (
@@ -236,10 +242,13 @@ def _twin_problems(name: str, place: Placement) -> Iterator[str]:
 
 
 def _reschedule_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
-    """Yield problems of --reschedule-after: two copies of the model, or too short a run.
+    """Yield problems of --reschedule-after N, which searches a new schedule after N steps.
+
+    The schedule may not have two copies of the model, and the run must be longer than N steps.
 
     Args:
-        name: the schedule's name.
+        name: the schedule's name, for the text.
+        place: on which rank each stage of the schedule is.
     """
     after = config.parallel.reschedule_after
     if after is None:

@@ -22,13 +22,15 @@ _ROWS = tuple(_rows())
 
 
 def refusals(config: Config, *, of_layer: bool = False) -> Iterator[str]:
-    """Yield an error for each combination of flags that a note of a field refuses.
+    """Yield an error for each combination of flags that is refused.
 
-    Notes stand in the annotations of configuration fields.
+    The combinations are written in annotations of the configuration's fields, as notes of the class
+    `Refused`.
 
     Args:
-        of_layer: the model is one layer's, such as a dense layer of a model with experts. Demands
-            on the whole model, such as --num-experts for --expert-model-parallel-size, are skipped.
+        of_layer: whether `config.model` is a single layer of the model, such as a dense layer of a
+            model with experts. Demands on the whole model are skipped then, such as --num-experts
+            for --expert-model-parallel-size.
     """
     given = dict(pair for section in config.sections for pair in _given(section))
     for owner, name, note in _ROWS:
@@ -45,7 +47,11 @@ def refusals(config: Config, *, of_layer: bool = False) -> Iterator[str]:
 
 
 def _given(section: Any) -> Iterator[tuple[str, str]]:
-    """Yield (field, its flag and value as typed) of a section's fields that are not at defaults."""
+    """Yield each field that is not at its default, such as ("num_layers", "--num-layers 4").
+
+    Args:
+        section: a part of the configuration, such as `config.model`.
+    """
     for field in fields(section):
         value = getattr(section, field.name)
         if value != field.default:

@@ -57,14 +57,14 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
 
 
 def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Tokenizer:
-    """Refuse a run that its flags do not allow. It starts nothing, and reads files but no tokens.
+    """Check everything that can be checked before a run starts. No tokens are read.
 
     Args:
-        config: its `world_size` is the launcher's.
+        config: the flags; `world_size` is the number of processes that the launcher starts.
         has_cuda: whether torch can use a GPU here.
         own_data: whether the program gives its own data sets.
 
-    Returns: the tokenizer, so that a start reads its file once; it may be large, and slow to parse.
+    Returns: the tokenizer, whose file is slow to parse, so that the run need not read it again.
 
     Raises: ConfigError with every problem.
     """

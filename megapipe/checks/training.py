@@ -12,9 +12,9 @@ from megapipe.optim.traits import rounding_problem, split_problem, traits_of
 
 
 def length_problems(config: Config) -> Iterator[str]:
-    """Yield problems of the length of the run: none is given, or others count in another unit.
+    """Yield problems of the length of the run: none is given, or two flags use different units.
 
-    The units are iterations and samples.
+    The units are iterations and samples: --train-iters does not go with --lr-decay-samples.
     """
     batch = config.batch
     if batch.train_iters is None and batch.train_samples is None:

@@ -25,7 +25,7 @@ def tokenizer_problems(config: Config, tokenizer: Tokenizer | None) -> list[str]
 
 
 def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:
-    """Yield the problem of an embedding with too few rows, or with rows that do not divide.
+    """Yield the problem of an embedding with too few rows, or rows that tp does not divide.
 
     Args:
         vocab_size: the number of ids of the tokenizer.
@@ -53,9 +53,11 @@ def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[str]]:
-    """Return (number of token ids, lines on assumptions).
+    """Return (the number of token ids, lines to print).
 
-    tokenizer: None if it cannot be read. The number is then assumed, and a line says so.
+    Args:
+        tokenizer: None if it cannot be read. The number is then assumed, and a line says so. With
+            a tokenizer there are no lines.
     """
     if tokenizer is not None:
         return tokenizer.vocab_size, []
@@ -69,7 +71,7 @@ def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[s
 def with_vocabulary(config: Config, size: int) -> Config:
     """Return the configuration with the number of rows of the embedding filled in.
 
-    If --per-layer-overrides names a file, its text takes the place of the name.
+    If --per-layer-overrides names a file, the file's content replaces the name in the flag.
 
     Args:
         size: the number of ids of the tokenizer.

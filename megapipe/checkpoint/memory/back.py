@@ -23,13 +23,14 @@ Pieces = Callable[[int], list[Piece]]
 class Back:
     """The result of `go_back`: the ranks are back at an earlier step, loaded from memory.
 
-    A generation is the states of all ranks that were copied after the same step.
+    The states of all ranks that were copied after the same step are a generation. It is named by
+    the number of that step.
 
     Attributes:
-        generation: the number of steps before the states; None if no generation is complete.
+        generation: the step to which the ranks went back; None if no step had the states of all.
         content: the rest of the state, as in a checkpoint's state.json.
-        lost: rank that lost its own memory -> the rank that had a copy of its state. If no
-            generation is complete: rank whose state nobody has -> None.
+        lost: {rank whose memory was lost: the rank that gave it its state}, such as {3: 1}. With
+            `generation` None it is {rank whose state nobody has: None}.
         reached: the most steps that any rank had trained before the ranks went back.
         world: the number of ranks when the generation was copied.
     """
@@ -42,14 +43,16 @@ class Back:
 
 
 class Move(NamedTuple):
-    """Bytes of a state that one process sends to another one, or copies.
+    """Bytes of a state that the rank `source` sends to the rank `target`.
+
+    If both are the same rank, it copies the bytes.
 
     Attributes:
-        source: the rank that has them.
-        target: the rank that needs them.
-        name: of the state at the source.
-        into: of the state at the target.
-        piece: which bytes; its owner is the one in `name`.
+        source: the rank that has the bytes.
+        target: the rank that needs the bytes.
+        name: the state from which the bytes are read, at the source.
+        into: the state into which the bytes are written, at the target.
+        piece: the place of the bytes in both states.
     """
 
     source: int
@@ -62,17 +65,19 @@ class Move(NamedTuple):
 def go_back(
     copies: Copies, world: Axis, group: Callable[[], Any], pieces: Pieces | None = None
 ) -> Back | None:
-    """Load the newest generation with the state of every rank. Collective over the world.
+    """Load the states of the newest step for which every rank's state is found in memory.
 
-    A generation is the states of all ranks after the same step. A state whose checksum does not
-    agree with its bytes is not used.
+    Collective over the world. A state whose checksum does not agree with its bytes is not used.
 
     Args:
-        copies: this rank's states in memory.
+        copies: the states that this rank keeps in memory, its own and some of other ranks.
         world: all ranks.
-        group: makes a group of all ranks for memory of the host, if anything has to be sent.
-        pieces: finds this rank's state in states of another number of ranks; None to take none.
-    Returns: None if no rank has any state in memory, as at the start of a run.
+        group: makes a process group of all ranks for CPU tensors; called only if bytes must be
+            sent between ranks.
+        pieces: number of ranks of an earlier world -> which bytes of its states make up this rank's
+            state. With None, states of another number of ranks are not used.
+    Returns: the step and the other state, see `Back`. None if no rank has any state in memory, as
+        at the start of a run.
     """
     everyone = world.gather_json([copies.reached, copies.name, copies.listed()])
     reached = max(step for step, *_ in everyone)
@@ -133,16 +138,18 @@ def _sound(
     needs: Sequence[Sequence[Piece]],
     has: Sequence[set[Name]],
 ) -> list[dict[Name, dict[str, Any]]]:
-    """Return, for each rank, the headers of the needed states that it has undamaged.
+    """Return, for each rank, the undamaged states that it keeps and some rank needs.
 
-    A rank looks at the states that it needs itself. At the others' it looks only if they lack them.
+    Checksums take time. So each rank first checks the states that it needs itself, and then only
+    states that other ranks need and do not have.
 
     Args:
         copies: this rank's states.
         world: all ranks.
-        which: the generation, its number of ranks, and its slot.
+        which: (step of the states, number of ranks then, slot 0 or 1).
         needs: for each rank, the pieces that it needs.
-        has: for each rank, the states of the generation that it has by the headers.
+        has: for each rank, the states of that step that it keeps, by their unchecked headers.
+    Returns: for each rank, {state: its header}.
     """
     n, before, slot = which
     rank = world.rank
@@ -164,7 +171,14 @@ def _sound(
 
 
 def _source(name: Name, rank: int, headers: Sequence[Mapping[Name, object]]) -> int | None:
-    """Return which rank a rank takes a state from: itself, or the first one; None for no rank."""
+    """Return the rank that gives a state to `rank`: itself if it has the state, else the first.
+
+    Args:
+        name: the state.
+        rank: the rank that needs the state.
+        headers: for each rank, the undamaged states that it has.
+    Returns: None if no rank has the state.
+    """
     if name in headers[rank]:
         return rank
     return next((n for n, of_rank in enumerate(headers) if name in of_rank), None)
@@ -178,15 +192,15 @@ def _bring(
     moves: Sequence[Move],
     header: Mapping[str, Any],
 ) -> None:
-    """Send bytes of states, compare their checksums, and seal the states that they make.
+    """Carry out the moves: send the bytes, compare checksums, and mark complete states as valid.
 
     Args:
         copies: this rank's states.
         world: all ranks.
-        group: makes a group of all ranks, if several are in a move.
-        slot: the slot of the generation.
-        moves: what goes where, the same on all ranks.
-        header: of a state of the generation.
+        group: makes a process group of all ranks, if any move is between two ranks.
+        slot: 0 or 1, the slot of all these states.
+        moves: what goes where, the same list on all ranks.
+        header: the header of any state of the same step; only its checksum is replaced.
     Raises: CheckpointError on the rank that received other bytes than were sent.
     """
     if not moves:
@@ -237,13 +251,15 @@ def _keep_again(
     moved: Sequence[Move],
     header: Mapping[str, Any],
 ) -> None:
-    """Let each rank keep the states of its clique again, before it may be needed.
+    """Send copies of states to the ranks that should keep them and do not have them any more.
+
+    So the next failure finds every state twice again.
 
     Args:
         copies, world, group, slot, header: as for `_bring`.
-        names: for each rank, its state's name.
-        has: for each rank, the states that it had by the headers.
-        moved: how states were brought back.
+        names: for each rank, the name of its own state.
+        has: for each rank, the states that it kept before `_bring`.
+        moved: the moves that `_bring` has carried out.
     """
     renewed = {x.into for x in moved}
     moves = []

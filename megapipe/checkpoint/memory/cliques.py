@@ -19,10 +19,10 @@ Sets = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Clique:
-    """The ranks that keep the state of this rank.
+    """The ranks that keep copies of each other's training state in memory; this rank is one.
 
     Attributes:
-        axis: this rank and the others, with a group for memory of the host.
+        axis: the ranks of the clique, with a process group for CPU tensors.
         sends: True if the ranks send each other their states. False if data parallelism keeps the
             states equal anyway, or if this rank is alone in the clique.
     """
@@ -32,28 +32,37 @@ class Clique:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The other ranks, as numbers of the world."""
+        """The global ranks of the clique without this rank."""
         own = self.axis.ranks[self.axis.rank]
         return tuple(rank for rank in self.axis.ranks if rank != own)
 
     @property
     def owner(self) -> int:
-        """The rank by whose number this rank's state goes: the first one with an equal state."""
+        """The global rank that names this rank's state: the first rank with an equal state.
+
+        It is this rank itself unless data parallelism keeps the states of the clique equal.
+        """
         return self.axis.ranks[self.axis.rank] if self.sends else self.axis.ranks[0]
 
 
 def equal_sets(config: Config) -> Sets:
-    """Return the sets of ranks whose weights, also of experts, data parallelism keeps equal."""
+    """Return the sets of ranks that have equal weights, as they differ in data parallelism alone.
+
+    In a model with experts, ranks of one set also have equal experts.
+    """
     names = ("edp",) if config.model.has_experts else ("cp", "dp")
     return Grids.of(config.parallel, config.world_size).sets(*names)
 
 
 def sets_of(config: Config) -> tuple[Sets, bool]:
-    """Return (disjoint sets of ranks that keep each other's states, whether they send them).
+    """Divide all ranks into sets that keep each other's states.
 
-    A set has F ranks: n, n + J, n + 2J and so on, as in NVIDIA's resiliency extension. J is
-    --replication-jump, F --replication-factor. There F x J divides the ranks. Here the last sets
-    are larger if it does not, so that any number of machines can keep states.
+    With --replication a set has F ranks: n, n + J, n + 2J and so on, as in NVIDIA's resiliency
+    extension. J is --replication-jump, F --replication-factor. If F x J does not divide the number
+    of ranks, which the extension demands, the last sets are larger.
+
+    Returns: (the sets, whether the ranks of a set send each other their states). They do not where
+        data parallelism keeps the states equal, or where each rank is alone.
     """
     world = config.world_size
     if config.equal_states > 1:
@@ -74,9 +83,10 @@ def sets_of(config: Config) -> tuple[Sets, bool]:
 
 
 def clique_of(config: Config, mesh: ProcessMesh) -> Clique:
-    """Return this rank's clique, with a new group. Collective over the world.
+    """Return this rank's clique, with a new process group. Collective over the world.
 
-    Raises: CheckpointError if some rank's state would be lost with its machine, of several.
+    Raises: CheckpointError if the run has several machines and a clique lies on one alone, so that
+        its states would be lost with that machine.
     """
     sets, sends = sets_of(config)
     if problems := list(lost_with_a_host(sets, mesh.world.gather_json(_BOOT.read_text().strip()))):
@@ -89,11 +99,11 @@ def clique_of(config: Config, mesh: ProcessMesh) -> Clique:
 
 
 def lost_with_a_host(sets: Sets, hosts: Sequence[str]) -> Iterator[str]:
-    """Yield a text for each set of several ranks that are all on one of several machines.
+    """Yield an error for each set whose ranks are all on one machine of several.
 
     Args:
-        sets: the sets of ranks that have each other's states.
-        hosts: for each rank, what names its machine.
+        sets: the sets of ranks that have each other's states; a rank alone is no problem.
+        hosts: for each rank, a text that is equal for ranks of the same machine.
     """
     if len(set(hosts)) == 1:
         return

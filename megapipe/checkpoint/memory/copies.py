@@ -25,37 +25,45 @@ from megapipe.errors import CheckpointError
 
 
 class Name(NamedTuple):
-    """Which rank's state it is: `owner` in a world of `world` ranks."""
+    """The name of a training state in memory.
+
+    Attributes:
+        world: the number of ranks of the run when the state was copied.
+        owner: the global rank whose state it is.
+    """
 
     world: int
     owner: int
 
 
 class Copies:
-    """The states that a rank keeps in shared memory: its own, and the states of its clique.
+    """The training states that a rank keeps in shared memory: its own, and its clique's.
+
+    A clique is a few ranks that keep each other's states. All ranks copy after the same steps; the
+    number of such a step is a generation. Each state has two slots, which are written in turn.
 
     `begin` copies one stage. After the rank's last stage it sends the whole state to the clique.
-    `now` copies all stages at once. `listed` says which states are in memory, also of a world of
-    another size. `slot` returns the memory of one. `load` copies this rank's state back into the
-    run. `close` removes all states.
+    `now` copies all stages at once. `listed` says which states are in memory, also states from a
+    run with more or fewer ranks. `slot` returns the memory of one state. `load` copies this rank's
+    state back into the run. `forget` makes all states invalid, and `close` removes them.
 
-    `forget` drops all states. `reached` is the step that this rank has trained to.
+    `reached` is the last step that this rank has trained.
 
     Args:
         folder: this rank's folder in shared memory.
-        clique: who keeps this rank's state.
-        sizes: bytes of the state of each rank of the clique, in its order.
+        clique: the ranks that keep this rank's state.
+        sizes: bytes of the state of each rank, in the order of the clique's ranks.
         state: this rank's tensors.
-        every: steps from one copy to the next.
+        every: a copy is made after each step that is a multiple of this number.
         world: number of ranks.
         layout: a text that is equal for runs which may take each other's states.
 
     Attributes:
-        rank: the rank of this process in the world.
-        name: of this rank's own state.
-        sizes: bytes of the states that it keeps, by name.
-        content: returns the rest of the state now, as a checkpoint's state.json has it.
-        done: the generation that was copied last: the number of steps before it. None before.
+        rank: the global rank of this process.
+        name: the name of this rank's own state.
+        sizes: name -> bytes of each state that this rank keeps.
+        content: a function that returns the rest of the state, as in a checkpoint's state.json.
+        done: the step after which the last copy was made; None before the first copy.
     """
 
     def __init__(
@@ -103,8 +111,8 @@ class Copies:
         The state may change once `begin` has returned.
 
         Args:
-            stage: its place among this rank's stages.
-            always: copy even after a step that `every` leaves out.
+            stage: the index of the stage among this rank's stages.
+            always: copy also after a step that is no multiple of `every`.
         """
         if self._header is None:
             content = self.content()
@@ -132,7 +140,7 @@ class Copies:
         return ended.result
 
     def now(self) -> None:
-        """Copy the whole state now and wait, unless this generation is copied already."""
+        """Copy the whole state now and wait, unless the state after this step is copied already."""
         waits = [self.begin(stage, always=True) for stage in range(len(self._state))]
         for wait in waits:
             wait()
@@ -141,8 +149,8 @@ class Copies:
         """Send the copied state to the clique, and mark complete states as valid on both sides.
 
         Args:
-            header: the header of the slot, without the checksum.
-            ended: gets the end, or the error.
+            header: the header of the slot in which this rank's state is, without the checksum.
+            ended: a future that is done when the copies are, or gets the error.
         """
         try:
             own = self._slots[self.name][self._slot]
@@ -199,10 +207,10 @@ class Copies:
     # The states that are found in memory when ranks have started again.
 
     def listed(self) -> list[tuple[Name, int, int]]:
-        """Return (name, generation, slot) of each state in memory here, by its readable header.
+        """Return (name, step, slot) of each state in memory here, such as (Name(8, 3), 40, 1).
 
-        The generation is the number of steps before the state. The slot is 0 or 1, one of two
-        copies.
+        The step is the one after which the state was copied, and the slot is 0 or 1. Only headers
+        are read; the bytes of the state may be damaged.
         """
         found = []
         for name, pair in self._slots.items():
@@ -213,23 +221,24 @@ class Copies:
         return found
 
     def slot(self, name: Name, number: int) -> Slot:
-        """Return the memory of a state that `listed` names, or that this rank keeps."""
+        """Return the memory of a state in its slot `number`, 0 or 1."""
         return self._slots[name][number]
 
     @property
     def reached(self) -> int:
-        """The step that this rank had reached; 0 if its memory was lost."""
+        """The last step that this rank had trained before a restart; 0 if its memory was lost."""
         return max(pair[0].reached for pair in self._slots.values())
 
     def load(self, generation: int, slot: int) -> dict[str, Any]:
         """Copy this rank's tensors from memory back into the run, and return its other state.
 
-        States of other steps are dropped. They may be newer, of a run that does not go on. States
-        that this rank need not keep any more are removed.
+        States of other steps are made invalid, also newer ones: the run goes on from here, and
+        trains those steps again. States that this rank need not keep any more are removed.
 
         Args:
-            generation: the number of steps before the state.
-            slot: 0 or 1, the copy that has this state.
+            generation: the step after which the state was copied.
+            slot: 0 or 1, the slot that has this state.
+        Returns: the state without tensors, as in a checkpoint's state.json.
         """
         self._slots[self.name][0].reached = generation
         self._remove_others()
@@ -249,7 +258,7 @@ class Copies:
         return content
 
     def forget(self) -> None:
-        """Drop all states, of a run that does not go on from them."""
+        """Make all states in memory invalid, as the run starts from a checkpoint instead."""
         self._remove_others()
         for pair in self._slots.values():
             for one in pair:
@@ -269,7 +278,10 @@ class Copies:
         slots.remove(self._folder)
 
     def _places(self, stage: int) -> list[tuple[Tensor, Tensor]]:
-        """Return (bytes in the present slot, tensor) of each tensor of a stage."""
+        """Return (its bytes in shared memory, the tensor) for each tensor of a stage.
+
+        The bytes are in the slot that is written or was loaded last.
+        """
         data = self._slots[self.name][self._slot].data
         at = size_of(self._state[:stage])
         found = []

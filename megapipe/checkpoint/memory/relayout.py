@@ -30,10 +30,10 @@ class Kept:
     """A tensor of a rank's state.
 
     Attributes:
-        tensor: this rank's part.
-        filled: elements of all parts together, without the padding at their end; None if the
-            tensor is the same on all ranks with equal weights.
-        of_experts: whether it has weights of experts, which fewer ranks share.
+        tensor: this rank's tensor: a shard, or the whole.
+        filled: for a shard, the elements of the whole flat tensor that data-parallel ranks share,
+            without padding. None if each of these ranks has the whole tensor.
+        of_experts: whether the tensor belongs to experts, which fewer ranks share.
     """
 
     tensor: Tensor
@@ -51,13 +51,13 @@ State = Sequence[Sequence[Kept]]
 
 
 class Piece(NamedTuple):
-    """Bytes of a state that become bytes of another one.
+    """A range of bytes of one state that is copied into another state.
 
     Attributes:
-        owner: the rank whose state has them.
-        at: the first of them in that state.
-        to: the first of them in the other state.
-        size: their number.
+        owner: the rank whose state has the bytes.
+        at: the offset of the range in that state.
+        to: the offset of the range in the other state.
+        size: the number of bytes.
     """
 
     owner: int
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
 
 
 def rows(size: int) -> int:
-    """Return the bytes that a tensor of `size` bytes takes in a state."""
+    """Return the bytes that a tensor of `size` bytes takes in a state: `size` rounded up to ROW."""
     return -(-size // ROW) * ROW
 
 
@@ -77,13 +77,15 @@ def size_of(state: State) -> int:
 
 
 def pieces(state: State, rank: int, config: Config, before: int) -> list[Piece]:
-    """Return the pieces of a rank's state in the states of a world of another size.
+    """Return the byte ranges of earlier states that together are a rank's state now.
+
+    The earlier run had another number of data-parallel ranks; all other parallel sizes are equal.
 
     Args:
-        state: the rank's tensors in this world.
-        rank: its number in this world.
-        config: the configuration of this world.
-        before: the number of ranks of the other world. All sizes but data parallelism's are equal.
+        state: the rank's tensors now.
+        rank: the global rank now.
+        config: the configuration now.
+        before: the number of ranks of the earlier run.
     """
     earlier = dataclasses.replace(config, world_size=before)
     sets, sends = sets_of(earlier)
@@ -117,13 +119,13 @@ def pieces(state: State, rank: int, config: Config, before: int) -> list[Piece]:
 
 
 def _along(config: Config, rank: int, x: Kept, of: Config | None = None) -> tuple[int, ...]:
-    """Return the ranks that share a tensor with a rank, or have it too.
+    """Return the ranks that have shards of the same tensor as `rank`, or the whole tensor like it.
 
     Args:
-        config: the configuration of the world whose ranks are returned.
-        rank: a rank of the world of `of`.
+        config: the run whose ranks are returned.
+        rank: a global rank of the run `of`.
         x: the tensor.
-        of: the configuration of the rank's world; None for `config`.
+        of: the run in which `rank` is a rank; None if it is `config`.
     """
 
     def sets(config: Config) -> list[tuple[int, ...]]:

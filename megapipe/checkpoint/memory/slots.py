@@ -39,20 +39,21 @@ _JANITOR = (
 
 
 class Slot:
-    """A state of one rank in shared memory.
+    """A file in shared memory for a training state of one rank.
 
-    `seal` writes the header, which makes the slot valid, and `drop` makes it invalid. `header`
-    returns the header, `sound` also compares the checksum of the bytes.
+    The file has a header and the bytes of the state. It is valid while its header is. `seal` writes
+    the header once the bytes are complete, and `drop` erases it. `header` returns it, and `sound`
+    also compares the checksum in it with the bytes.
 
-    `reached` is the number of steps that the rank has trained. It may be set.
+    `reached` is the last step that the rank has trained. It may be set.
 
     Args:
         path: the file, which is made if it does not exist.
-        size: bytes of the state. A file of another size is made anew.
+        size: bytes of the state. A file of another size is replaced.
 
     Attributes:
-        head: the bytes of the header.
-        data: the bytes of the state.
+        head: the bytes of the header, as a tensor of uint8 on the file's memory.
+        data: the bytes of the state, in the same form.
 
     Raises: OSError if shared memory has no room.
     """
@@ -105,12 +106,12 @@ class Slot:
             return zlib.crc32(memory[HEADER + at : end])
 
     def sound(self, generation: int) -> bool:
-        """Return whether the slot has this generation, and the bytes that were written.
+        """Return whether the slot has the undamaged state after a step.
 
-        It compares the number of steps in the header, and the checksum of the bytes.
+        The header must name that step, and have the checksum of the bytes.
 
         Args:
-            generation: the number of steps before the state.
+            generation: the number of the step.
         """
         header = self.header()
         if header is None or header["generation"] != generation:
@@ -119,7 +120,7 @@ class Slot:
 
     @property
     def reached(self) -> int:
-        """The number of steps that the rank has trained, for a report of how many were lost."""
+        """The last step that the rank has trained. After a failure it shows how many are lost."""
         return int(_REACHED.unpack(self._memory[HEADER - _REACHED.size : HEADER])[0])
 
     @reached.setter
@@ -133,9 +134,12 @@ def restarts() -> bool:
 
 
 def own_folder() -> Path:
-    """Return this process's folder in shared memory, which the next process in its place finds.
+    """Return this process's folder in shared memory; make it if there is none.
 
-    It is made if there is none. Folders of launchers that have ended are removed.
+    Its name has the launcher (such as torchrun's agent) and the local rank. So a process that the
+    launcher starts again finds the folder of its predecessor.
+
+    Folders of launchers that have ended are removed.
     """
     launcher = os.getppid()
     base = SHARED / f"megapipe-{os.getuid()}-{launcher}-{_started(launcher)}"
@@ -171,7 +175,7 @@ def remove(own: Path) -> None:
 
 
 def _clear() -> None:
-    """Remove folders of launchers that have ended, if no janitor process has removed them."""
+    """Remove folders of launchers that have ended, as far as they are still there."""
     for path in SHARED.glob(f"megapipe-{os.getuid()}-*-*"):
         *_, launcher, started = path.name.split("-")
         if _started(int(launcher)) != started:
