@@ -210,12 +210,7 @@ def clear(root: Path) -> list[str]:
 
 
 def aside(final: Path, why: str) -> Path:
-    """Return an unused path next to a checkpoint's, such as iter_0000020.tmp-1f3a5b7c.
-
-    Args:
-        final: the folder of the checkpoint.
-        why: the word after the dot, such as tmp.
-    """
+    """Return an unused path next to a checkpoint's: iter_0000020.tmp-1f3a5b7c for `why` = tmp."""
     return final.with_name(f"{final.name}.{why}-{secrets.token_hex(4)}")
 
 

@@ -154,9 +154,9 @@ def _decides(name: str, config: Config) -> bool:
 
 
 def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dict[str, str]:
-    """Return the changed settings that only matter for some runs: microbatch size and replicas.
+    """Return changes of the microbatch size and of the number of replicas, if they matter here.
 
-    The microbatch size matters for dropout, for instance, which is drawn for each microbatch.
+    Dropout, for example, is drawn for each microbatch.
 
     Args:
         saved: the settings of the run that saved, by name.
@@ -357,12 +357,9 @@ def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_heads(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields for a model without latent attention.
+    """Return `fields` of ModelConfig without the settings of latent attention.
 
-    Settings of latent attention are removed. Settings of YaRN or longrope are, if it is not used.
-
-    Args:
-        fields: fields of ModelConfig by name.
+    Settings of YaRN or longrope are removed too, if it is not used.
     """
     names = [name for name in MLAConfig.__dataclass_fields__ if name not in _STRETCH]
     if model.position_embedding_type != "longrope":
