@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megapipe.convert.huggingface.depths import copies, depths_in
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.huggingface.mapping import Tensors, rules
 from megapipe.convert.huggingface.tables import FAMILIES
+from megapipe.convert.huggingface.towers import left_out, name_in, text_of
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
 from megapipe.convert.sound import model_problems
 from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted, saved_dtype
@@ -83,14 +85,15 @@ def import_checkpoint(
         a model that no run accepts. Nothing is written then.
     """
     # The model that config.json describes, and whether a run accepts it.
-    content = read_json(source / "config.json")
+    content = text_of(read_json(source / "config.json"))
     model = from_huggingface(content)
+    family = content["model_type"]
     vocab_size: int = content["vocab_size"]
     # Rows of padding, so that tensor parallelism divides the vocabulary.
     model = replace(model, padded_vocab_size=-(-vocab_size // divisible_by) * divisible_by)
     if commit.iterations_in(target):
         raise CheckpointError(f"{target} holds checkpoints already; give another folder")
-    saved = SavedTensors(source)
+    saved = SavedTensors(source, partial(name_in, family))
     # The tensors say how many depths of multi-token prediction there are: files may lack them.
     model = replace(model, mtp_num_layers=depths_in(saved.shapes, model.layers) or None)
     # Before the table of all tensors is made: a wrong number could fill the memory with names.
@@ -104,7 +107,7 @@ def import_checkpoint(
 
     # The place of every tensor, and whether names and shapes fit.
     prefix = "" if "wte.weight" in saved.shapes else "transformer."
-    table = rules(model, content["model_type"], vocab_size, prefix=prefix)
+    table = rules(model, family, vocab_size, prefix=prefix)
     check_theirs(table, saved, model)
     if dtype is None:
         has_bfloat16 = torch.bfloat16 in saved.dtypes.values()
@@ -126,7 +129,8 @@ def import_checkpoint(
         precision = PrecisionConfig(bf16=dtype == torch.bfloat16)
         config = Config(model=model, precision=precision, data=data)
         final = write_checkpoint(target, config, tensors)
-    lines = (*notes(content, model, vocab_size), *other_copies(saved, model), *why)
+    others = (*other_copies(saved, model), *left_out(family, saved.stored))
+    lines = (*notes(content, model, vocab_size), *others, *why)
     return Converted(final, config, lines, vocab_size, dtype=dtype)
 
 

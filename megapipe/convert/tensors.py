@@ -55,15 +55,21 @@ class SavedTensors:
 
     A tensor may be split over several files. It is always read as a whole.
 
+    Args:
+        renamed: name in the files -> the name that it has here; None leaves the tensor out.
+
     Attributes:
         folder: the folder of the files.
+        stored: the names of all tensors in the files.
         shapes: name -> whole shape of the tensor.
         dtypes: name -> type of the tensor.
 
     Raises: CheckpointError if the folder has no such files, or one of them is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, renamed: Callable[[str], str | None] = lambda name: name
+    ) -> None:
         self.folder = folder
         if not list(folder.glob("*.safetensors")):
             old = ""
@@ -76,15 +82,21 @@ class SavedTensors:
         # safetensors and torch raise errors without a common class.
         except Exception as error:
             raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
+        names = {key: name for key in found.state_dict_metadata if (name := renamed(key))}
+        self.stored = frozenset(found.state_dict_metadata)
+        self._keys = {name: key for key, name in names.items()}
         # Files and the offset of the part in each, by name of the tensor.
         self._parts: dict[str, list[tuple[str, Sequence[int]]]] = {}
         files = _listed(folder)
         for index, info in found.storage_data.items():
-            if files is None or Path(info.relative_path).name in files:
-                self._parts.setdefault(index.fqn, []).append((info.relative_path, index.offset))
+            listed = files is None or Path(info.relative_path).name in files
+            if listed and index.fqn in names:
+                parts = self._parts.setdefault(names[index.fqn], [])
+                parts.append((info.relative_path, index.offset))
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        for key, fact in found.state_dict_metadata.items():
+        for stored, key in names.items():
+            fact = found.state_dict_metadata[stored]
             self.dtypes[key] = fact.properties.dtype
             # Histories of FP8 scales are no part of a model.
             if key in self._parts and not key.endswith(HISTORY):
@@ -99,7 +111,7 @@ class SavedTensors:
         tensor = torch.empty(self.shapes[key], dtype=self.dtypes[key])
         for path, offsets in self._parts[key]:
             with safe_open(path, framework="pt") as file:
-                part = file.get_tensor(key)
+                part = file.get_tensor(self._keys[key])
             place = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
             tensor[place] = part
         return tensor

@@ -21,6 +21,7 @@ from megapipe.config import ModelConfig
 from megapipe.convert.huggingface.depths import copies
 from megapipe.convert.huggingface.mapping import BUFFERS, Tensors
 from megapipe.convert.huggingface.tables import FAMILIES
+from megapipe.convert.huggingface.towers import text_of
 from megapipe.convert.tensors import SavedTensors, load_full, our_shapes, whole_model
 from megapipe.distributed.axis import Axis
 from megapipe.errors import CheckpointError
@@ -250,8 +251,11 @@ def _config(folder: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    content = json.loads((folder / "config.json").read_text())
-    family = FAMILIES.get(content.get("model_type"))
+    read = json.loads((folder / "config.json").read_text())
+    content = text_of(read)
+    if content != read:
+        return AutoConfig.for_model(**content)
+    family = FAMILIES.get(str(content.get("model_type")))
     if family is None or not family.computed_as:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return AutoConfig.for_model(**content | {"model_type": family.computed_as})

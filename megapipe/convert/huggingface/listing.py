@@ -16,8 +16,6 @@ _REFUSED = [
     ("gemma3n gemma4 gemma4_text", "gemma3_text", "inputs and keys that layers share"),
     ("olmo", "llama", "LayerNorm without a weight"),
     ("llama4 llama4_text", "mixtral", "attention in chunks, and weights before the experts"),
-    ("qwen3_5", "qwen3_5_text", "a model that sees pictures, around the text model"),
-    ("qwen3_5_moe", "qwen3_5_moe_text", "a model that sees pictures, around the text model"),
     ("kimi_linear bailing_hybrid minimax", "deepseek_v3", "layers of linear attention"),
     ("minicpm", "granite", "a program of transformers to compare it with"),
     ("minicpm3", "deepseek_v2", "latents whose halves are rotated"),

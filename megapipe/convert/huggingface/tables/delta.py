@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapipe.config import ModelConfig
-from megapipe.convert.huggingface.keys import Biases, Groups, Not, Only, Same
+from megapipe.convert.huggingface.keys import Biases, Groups, Not, Only, Same, Unread
 from megapipe.convert.huggingface.layers import DeltaLayers
 from megapipe.convert.huggingface.layouts import GatedRows, KeyHeads, Layout, Stack, Taps
 from megapipe.convert.huggingface.rotation import Rotation
@@ -39,6 +39,14 @@ _KEYS = {
     "linear_value_head_dim": Same("linear_value_head_dim", 128),
     "linear_num_key_heads": Same("linear_num_key_heads", 16),
     "linear_num_value_heads": Same("linear_num_value_heads", 32),
+}
+# Published files of Qwen3.5 have keys that its class does not read.
+_PUBLISHED = {
+    "attn_output_gate": Only(True, silent=True),
+    "output_gate_type": Only("swish", "silu", silent=True),
+    **dict.fromkeys(
+        ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), Unread()
+    ),
 }
 _NAMES = {
     "self_attention.linear_qkv": GatedRows(
@@ -95,8 +103,8 @@ QWEN3_NEXT = QWEN3_MOE.but(
 
 QWEN3_5 = PLAIN.but(
     "Qwen3_5ForCausalLM",
-    "the text model of every dense size; without its multi-token prediction",
-    keys=_KEYS,
+    "the text model of every dense size, of files of qwen3_5 too; without multi-token prediction",
+    keys=_KEYS | _PUBLISHED,
     always=_ALWAYS,
     names=_NAMES,
 )
@@ -104,7 +112,7 @@ QWEN3_5 = PLAIN.but(
 # All layers have experts of moe_intermediate_size. The weights are a softmax over the chosen ones.
 QWEN3_5_MOE = QWEN3_5.but(
     "Qwen3_5MoeForCausalLM",
-    "the text model of every size; without its multi-token prediction",
+    "the text model of every size, of files of qwen3_5_moe too; without multi-token prediction",
     keys={
         "num_key_value_heads": Groups(2),
         "intermediate_size": None,

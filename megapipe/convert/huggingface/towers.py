@@ -1,0 +1,63 @@
+"""The text model of a folder that holds more: a model that sees pictures, and depths of prediction.
+
+What is left out has a note. An export has the text model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+_TEXT = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""model_type of a model that sees pictures -> its text model's."""
+_INSIDE = "model.language_model."
+_PICTURES = "model.visual."
+# Multi-token prediction of these families has names of its own, and transformers leaves it out.
+_DEPTHS = "mtp."
+_WITH_DEPTHS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+def text_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model within a config.json, or an equal one.
+
+    Args:
+        content: the config.json of a folder.
+    """
+    inner = content.get("text_config")
+    name = content.get("model_type")
+    if name not in _TEXT or not isinstance(inner, Mapping):
+        return dict(content)
+    found = {**inner, "model_type": _TEXT[name]}
+    # The whole model's word counts, as in transformers.
+    tied = content.get("tie_word_embeddings")
+    return found if tied is None else found | {"tie_word_embeddings": tied}
+
+
+def name_in(family: str, name: str) -> str | None:
+    """Return a tensor's name in a folder of the text model alone; None if it is not part of it.
+
+    Args:
+        family: the text model's model_type.
+        name: the tensor's name in the folder at hand.
+    """
+    if family not in _WITH_DEPTHS:
+        return name
+    if name.startswith((_PICTURES, _DEPTHS)):
+        return None
+    return name.replace(_INSIDE, "model.", 1) if name.startswith(_INSIDE) else name
+
+
+def left_out(family: str, names: Collection[str]) -> Iterator[str]:
+    """Yield a note for each part of a folder that is not converted.
+
+    Args:
+        family: the text model's model_type.
+        names: the names of all tensors in the folder.
+    """
+    if family not in _WITH_DEPTHS:
+        return
+    parts = {_PICTURES: "the model of pictures", _DEPTHS: "multi-token prediction"}
+    for start, what in parts.items():
+        count = sum(name.startswith(start) for name in names)
+        if count:
+            yield f"{what} is left out: {count} tensors ({start}*)"

@@ -1,0 +1,63 @@
+"""A folder of Qwen3.5 with pictures and multi-token prediction comes in as its text model, with a note of the rest."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from random_models import TOKENS, delta, rotary, sparse, transformers
+from safetensors.torch import load_file, save_file
+
+from megapipe.convert import SavedTensors, compare_logits, export_checkpoint, import_checkpoint, load_full
+from megapipe.convert.tensors import whole_model
+from megapipe.distributed.axis import Axis
+
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+PICTURES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "num_position_embeddings": 16}
+PUBLISHED = {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"}
+PUBLISHED |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_model_of_published_files_comes_in(family, tmp_path):
+    draw = random.Random(1)
+    text = rotary(draw) | {"initializer_range": 0.1} | delta(draw)
+    if family == "qwen3_5_moe":
+        drawn = sparse(draw)
+        text |= {key: drawn[key] for key in EXPERTS} | {"shared_expert_intermediate_size": 20}
+        del text["intermediate_size"]
+    pictures = PICTURES | {"out_hidden_size": text["hidden_size"]}
+    tied = text["tie_word_embeddings"]
+    config = transformers.AutoConfig.for_model(
+        family, text_config=text, vision_config=pictures, tie_word_embeddings=tied
+    )
+    torch.manual_seed(3)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    folder = tmp_path / "hf"
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in tensors)
+    save_file(tensors | {"mtp.norm.weight": torch.ones(4)}, folder / "model.safetensors", {"format": "pt"})
+    content = json.loads((folder / "config.json").read_text())
+    content["text_config"] |= PUBLISHED
+    (folder / "config.json").write_text(json.dumps(content))
+
+    done = import_checkpoint(folder, tmp_path / "ours", divisible_by=8)
+    assert "multi-token prediction is left out: 1 tensors (mtp.*)" in done.notes
+    assert any("the model of pictures is left out" in line for line in done.notes)
+    module = whole_model(done.config.model)
+    load_full([module], SavedTensors(done.folder).read, Axis())
+    with torch.no_grad():
+        want = model(TOKENS).logits
+        got = module.eval()(TOKENS)[..., :101]
+    assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+    found = compare_logits(folder, done.folder, done.config.model, 101)
+    assert found is not None
+    assert found[0] <= 1e-5 * found[1]
+
+    export_checkpoint(done.folder, tmp_path / "back")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(TOKENS).logits, want, rtol=0, atol=1e-6)
