@@ -107,7 +107,7 @@ def import_checkpoint(
 
     # The place of every tensor, and whether names and shapes fit.
     prefix = "" if "wte.weight" in saved.shapes else "transformer."
-    table = rules(model, family, vocab_size, prefix=prefix)
+    table = rules(model, family, vocab_size, prefix=prefix, stored=saved.shapes)
     check_theirs(table, saved, model)
     if dtype is None:
         has_bfloat16 = torch.bfloat16 in saved.dtypes.values()

@@ -6,7 +6,7 @@ Ours have Megatron's names and orders, and a padded vocabulary. The family's tab
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megapipe.config import ModelConfig
 from megapipe.config.layers import layer_config
+from megapipe.convert.huggingface.layouts import ExpertHalves, Experts, Layout
 from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.convert.tensors import our_shapes
 
@@ -23,6 +24,11 @@ _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OF_DEPTH = re.compile(r"mtp\.layers\.(\d+)\.(mtp_model_layer\.)?")
 _VOCABULARY = ("embedding.word_embeddings", "output_layer")
 _GPT2 = "transformer."
+# Published files of Qwen3.5 have them, where transformers writes a tensor for each expert.
+_STACKED: dict[str, Layout] = {
+    "mlp.experts.linear_fc1.weight": ExpertHalves("mlp.experts.gate_up_proj"),
+    "mlp.experts.linear_fc2.weight": Layout("mlp.experts.down_proj"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,12 @@ class Tensors:
 
 
 def rules(
-    model: ModelConfig, family: str, vocab_size: int, *, prefix: str = _GPT2
+    model: ModelConfig,
+    family: str,
+    vocab_size: int,
+    *,
+    prefix: str = _GPT2,
+    stored: Collection[str] = (),
 ) -> tuple[Tensors, ...]:
     """Return a rule for every tensor of megapipe's model.
 
@@ -52,8 +63,13 @@ def rules(
         family: the model_type.
         vocab_size: number of ids without padding.
         prefix: the start of GPT-2's names; empty in its oldest files.
+        stored: Hugging Face's names at hand, which may have the experts of a layer in one tensor.
     """
     table = FAMILIES[family]
+    names = dict(table.names)
+    one_by_one = isinstance(names.get("mlp.experts.linear_fc1"), Experts)
+    if one_by_one and any(name.endswith(".mlp.experts.gate_up_proj") for name in stored):
+        names |= _STACKED
 
     def rule(ours: str) -> Tensors:
         if depth := _OF_DEPTH.match(ours):
@@ -71,8 +87,8 @@ def rules(
             own = layer_config(model, number)
         # A name with its kind, such as a router's bias, is looked up before the module.
         module, _, kind = inner.rpartition(".")
-        kind = "" if inner in table.names else f".{kind}"
-        layout = table.names[module if kind else inner]
+        kind = "" if inner in names else f".{kind}"
+        layout = names[module if kind else inner]
         theirs = [f"{before}{name}{kind}" for name in layout.parts(own)]
         if not prefix:
             theirs = [name.removeprefix(_GPT2) for name in theirs]
