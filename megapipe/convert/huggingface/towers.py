@@ -1,6 +1,6 @@
 """The text model of a folder that holds more: a model that sees pictures, and depths of prediction.
 
-What is left out has a note. An export has the text model alone.
+A note names each part that is left out. An export has the text model alone.
 """
 
 from __future__ import annotations
