@@ -82,26 +82,26 @@ bubble also has a rank's time before and after them. The share is the sum of
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of one schedule, as medians over the steps.
+    """The measurements of one schedule, as medians over the steps. A fraction is of time.
 
     Attributes:
         pp: the number of pipeline ranks.
-        schedule: its name.
+        schedule: the schedule's name.
         loss: the loss of the last step.
         step_ms: milliseconds of a step.
         tokens_per_s: tokens of a step per second, of all ranks together.
         bubble: mean fraction of the passes' time in which a rank runs no pass.
-        bubble_predicted: the same, predicted from the plan's FLOPs.
+        bubble_predicted: the same fraction, predicted from the stages' FLOPs.
         mib: most MiB of activations that a rank's autograd graphs hold at once.
-        mib_predicted: the same, by the plan.
+        mib_predicted: the same MiB, predicted before training.
         sent_mib: MiB that all ranks send in one step.
         most: the largest fraction of the time in which a rank is idle between its own first and
-            last pass. It is the sum of the next four fields, which are fractions too.
-        table: idle because of the table, where all stages take the same time.
+            last pass. It is the sum of the fractions `table`, `stages`, `messages` and `host`.
+        table: idle because of the schedule's order, if all stages took the same time.
         stages: idle because stages take different times.
         messages: idle while waiting for messages. Below 0, the rank waited less than the other
             causes predict.
-        host: idle between two passes.
+        host: idle between two passes, while Python prepares the next one.
     """
 
     pp: int
@@ -220,7 +220,7 @@ def _config(name: str, pp: int, flags: Flags) -> Config:
 
 
 def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
-    """Train all runs one after another, as one of their ranks. Return a row for each run.
+    """Train all runs one after another; each process of the runs calls this. Return a row of each.
 
     Args:
         runs: (configuration, plan) of each run.
@@ -305,11 +305,11 @@ def _bubble(ranks: list[list[Ran]]) -> float:
 
 
 def _count_sent(transport: Transport) -> list[int]:
-    """Count the bytes that this rank posts to send from now on.
+    """Count the bytes that this rank sends from now on.
 
     Args:
-        transport: posts this rank's messages; it is changed so that it counts.
-    Returns: a list of one number, which grows with every message.
+        transport: sends this rank's messages. Its method `post` is replaced by one that counts.
+    Returns: a list with one number, the bytes so far. It is updated with every message.
     """
     total = [0]
     post = transport.post

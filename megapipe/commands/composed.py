@@ -59,10 +59,10 @@ class Composed:
     """The schedule table that `megapipe schedules show` draws.
 
     Attributes:
-        recipe: the recipe that the flags ask for.
-        built: the tables that were made on the way.
+        recipe: the settings from which the table was built: name, sizes and what flags add.
+        built: the table without `schedule`'s last passes, and the tables that it was made from.
         schedule: the finished table, with optimizer and gradient passes around the step.
-        notes: a line for each flag whose passes the file already has.
+        notes: for a table from a file, a line for each flag whose passes the file already has.
     """
 
     recipe: Recipe
@@ -74,9 +74,9 @@ class Composed:
 def composed(args: Namespace) -> Composed:
     """Build the schedule table that the flags `args` of `show` ask for.
 
-    `args` is changed. Its costs get the numbers that other flags state. If --memory has a limit for
-    each rank, the largest of them takes its place. If the table comes from a file, each flag is
-    cleared whose passes the file has already.
+    `args` is changed. `args.costs` gets the numbers of other flags, such as --vocabulary. If
+    --memory has a limit for each rank, the largest limit is put in place of the list. A flag that
+    adds passes, such as --shard, becomes None if the table's file already has these passes.
     Raises: ScheduleError for flags that contradict each other, and for a table that cannot be
         built. If memory is the problem, the error says how much is enough.
     """
@@ -120,9 +120,9 @@ def composed(args: Namespace) -> Composed:
 
 
 def _check_room(table: Schedule, args: Namespace) -> None:
-    """Verify the table within --memory. Replace limits of single ranks by the largest of them.
+    """Raise ScheduleError if the table cannot be run or a rank holds more than --memory.
 
-    Raises: ScheduleError for a table that cannot be run, or a rank that holds too much.
+    A list of limits, one for each rank, is replaced in `args` by the largest limit.
     """
     limits = args.memory
     if isinstance(limits, tuple):
@@ -143,7 +143,7 @@ def refuse_idle(args: Namespace, own: Mapping[str, object]) -> None:
 
     Args:
         args: the parsed flags of `show` or `compare`.
-        own: checks of the command's own flags: {sentence of the error: whether it applies}.
+        own: {sentence of an error: whether it applies}, for flags that only one of them has.
     Raises: ScheduleError with the sentence of every mistake.
     """
     copies = args.copies or args.copy_ratio
@@ -167,7 +167,7 @@ def refuse_idle(args: Namespace, own: Mapping[str, object]) -> None:
 
 
 def recipe_of(args: Namespace) -> Recipe:
-    """Return the recipe that the flags of `show` ask for. Nothing is searched yet.
+    """Return the recipe, the settings of the table to build, that the flags of `show` ask for.
 
     Raises: ScheduleError for flags that do not go with the schedule.
     """
@@ -179,10 +179,10 @@ def recipe_of(args: Namespace) -> Recipe:
 
 
 def with_parts(order: Recipe, args: Namespace) -> Recipe:
-    """Return the recipe of an order of passes with the parts that flags add to it.
+    """Return `order`, the settings of forwards and backwards, with the passes that flags add.
 
-    The parts are depths of multi-token prediction, a split vocabulary, copies to the host, shards
-    of weights, and passes around a step.
+    Flags are --depths (multi-token prediction), --vocabulary (split over ranks), --copies (to the
+    host), --shard (weights) and --step (optimizer).
     """
     offload = None
     if args.copies or args.copy_ratio:
@@ -209,7 +209,7 @@ def with_parts(order: Recipe, args: Namespace) -> Recipe:
 
 
 def _step(args: Namespace) -> StepPasses:
-    """Return the passes outside forward and backward that --step and --post-validation ask for."""
+    """Return the passes around a step, such as the optimizer's, by --step and --post-validation."""
     if isinstance(args.step, StepPasses):
         return args.step
     if args.step is None and not args.post_validation:
@@ -219,7 +219,7 @@ def _step(args: Namespace) -> StepPasses:
 
 
 def stated(costs: Costs, args: Namespace) -> Costs:
-    """Return the costs with the numbers of --vocabulary, --shard and the other parts."""
+    """Return the costs with the times that --vocabulary, --shard, --step and so on give."""
     numbers = {**(args.vocabulary or {}), **(args.shard or {}), **(args.replicas or {})}
     # --step may name passes, and then has no numbers.
     if not isinstance(args.step, StepPasses):
@@ -232,10 +232,10 @@ def stated(costs: Costs, args: Namespace) -> Costs:
 
 
 def _only_costs(args: Namespace) -> list[str]:
-    """Clear each flag whose passes the file already has. Return a line for each of these flags.
+    """Set each flag to None that asks for passes which the file already has.
 
-    So `show` takes a file that it wrote, together with the flags of that call. `stated` must have
-    put the numbers of these flags into the costs before.
+    So a file that `show --shard` has written can be shown with --shard again. `stated` reads these
+    flags and must be called before. Return a line for each of them.
     """
     notes: list[str] = []
     given = [flag for flag in _PASSES if getattr(args, flag) is not None]
@@ -263,9 +263,9 @@ def _named(names: Iterable[str], between: str = ", ") -> str:
 
 
 def _order(args: Namespace) -> Recipe:
-    """Return a recipe of an order of passes alone: of a file, or an entry of the catalogue.
+    """Return the settings of the table that the schedule's name stands for: a file or a schedule.
 
-    Raises: ScheduleError for flags that the order does not take, and for flags that it lacks.
+    Raises: ScheduleError for a flag that this schedule does not take, and for a missing flag.
     """
     if is_file(args.name):
         # The file has its own size, and its order is not searched.
@@ -311,9 +311,9 @@ def _search(args: Namespace, recipe: Recipe) -> Search:
 
 
 def _sliced(args: Namespace) -> Recipe:
-    """Return the recipe of the order, with microbatches that are cut in slices.
+    """Return what `_order` returns, with microbatches that are cut in slices by --slices.
 
-    Raises: ScheduleError for flags of a search, and for a schedule that cannot be cut.
+    Raises: ScheduleError for flags that only zb-auto takes, and for a schedule that cannot be cut.
     """
     if given := _given(args, *_OF_SEARCH):
         raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {_named(given)}")
@@ -338,9 +338,10 @@ def _sliced(args: Namespace) -> Recipe:
 
 
 def _with_searches(recipe: Recipe, args: Namespace) -> Recipe:
-    """Return the recipe with further searches to make, if zb-auto has --pairs or --solve.
+    """Return the recipe with the tables that zb-auto finds under --pairs or --solve.
 
-    --pairs searches for order and pairs together. --solve also tries the orders of the catalogue.
+    --pairs searches for an order in which F and B run together as pairs. --solve chooses what to
+    copy to the host, and also tries the orders of other schedules.
     Raises: ScheduleError for flags that narrow the choice of --solve.
     """
     if recipe.search is None or recipe.cuts:
@@ -381,7 +382,7 @@ def cutting(args: Namespace) -> Cutting:
 
 
 def _remedied(error: ScheduleError, args: Namespace) -> str:
-    """Return the text of an error; if memory was the problem, with a --memory that is enough."""
+    """Return the text of an error. If memory was the problem, a --memory that is enough follows."""
     text = str(error)
     problems = text.split("\n  ")
     single = len(problems) == 2

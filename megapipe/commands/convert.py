@@ -192,8 +192,8 @@ def _import(flags: Flags, theirs: Path, ours: Path) -> Converted:
     """Import a model of Hugging Face or a checkpoint of Megatron-LM.
 
     Args:
-        theirs: the folder to read.
-        ours: the folder for megapipe's checkpoints.
+        theirs: the folder of the model or checkpoint to read.
+        ours: the value of --save, in which megapipe's checkpoint is written.
     Returns: the result, for `check` and the report.
     """
     if flags.from_megatron:
@@ -217,8 +217,8 @@ def _export(flags: Flags, ours: Path, theirs: Path) -> Converted:
     """Export a checkpoint of megapipe to Hugging Face or Megatron-LM.
 
     Args:
-        ours: the folder of the checkpoint.
-        theirs: the new folder to write.
+        ours: the folder of megapipe's checkpoint.
+        theirs: the folder to write, in the format of the other program.
     Returns: the result, for `check` and the report.
     """
     if flags.to_huggingface:
@@ -348,10 +348,10 @@ def _problems(flags: Flags) -> Iterator[str]:
 
 
 def _unread(flags: Flags, direction: str) -> Iterator[str]:
-    """Yield a sentence for the missing folder, and for each flag that the direction does not read.
+    """Yield an error for a missing --save or --load, and for each flag that has no effect.
 
     Args:
-        direction: one of _DIRECTIONS, such as from Hugging Face.
+        direction: from_huggingface or another of _DIRECTIONS.
     """
     needed = "save" if direction in _INWARD else "load"
     if not getattr(flags, needed):

@@ -19,7 +19,8 @@ from megapipe.schedule.views.sliced import describe_keys, describe_slices, refer
 def described(built: Built, args: Namespace) -> list[str]:
     """Return the lines that describe a schedule table of `megapipe schedules show`.
 
-    First come flags without effect, then slices, the search, pairs, copies and shards.
+    First come flags without effect. Then come slices of microbatches, zb-auto's search, passes run
+    in pairs, copies to the host, and shards of weights, if the table has any.
 
     Args:
         built: the table, and the tables from which it was made.
@@ -61,7 +62,10 @@ def described(built: Built, args: Namespace) -> list[str]:
 
 
 def _idle_lines(recipe: Recipe, args: Namespace) -> list[str]:
-    """Return lines that say whether --no-pairs and --as-published change the order, if given."""
+    """Return lines on --no-pairs and --as-published: whether they change the order of passes.
+
+    There is no line for a flag that was not given.
+    """
     if recipe.search is not None:
         given = [flag for flag in ("no_pairs", "as_published") if getattr(args, flag)]
         return [f"--{flag.replace('_', '-')} has no effect on a search" for flag in given]
@@ -84,7 +88,11 @@ def _idle_lines(recipe: Recipe, args: Namespace) -> list[str]:
 
 
 def _idle_of_copies(place: Placement, args: Namespace) -> list[str]:
-    """Return a line for each flag of copies to the host that changes nothing for this placement."""
+    """Return a line if --copied-chunks has no effect, and one if --switch has none.
+
+    Args:
+        place: on which rank each stage is.
+    """
     stages = max(len(place.stages_on(rank)) for rank in range(place.num_ranks))
     lines = []
     if args.copied_chunks is not None and args.copied_chunks >= stages:

@@ -34,9 +34,10 @@ def path(text: str) -> Path:
 
 
 def schedule(text: str) -> str:
-    """Return the name of a schedule in a flag's value; refuse a text that is none.
+    """Return the name of a schedule in a flag's value; refuse another text.
 
-    A name is of the catalogue, of a file, or FILE.py:NAME of a function.
+    `megapipe schedules list` shows the names, such as zb-v. A path of a schedule file is accepted
+    too, and FILE.py:FUNCTION.
     """
     if not is_file(text):
         entry_of(text)
@@ -99,9 +100,10 @@ def cuts(text: str) -> str | tuple[float, ...]:
 
 
 def costs(text: str) -> Costs:
-    """Return the costs of `F,B,W[,COMM[,OVERHEAD]]`, or of a .json file.
+    """Return the costs that a text such as "10,11,8,0.5" gives, or a .json file.
 
-    F, B and W are times of passes, COMM of a message, OVERHEAD of every pass in addition.
+    The numbers are F,B,W[,COMM[,OVERHEAD]]: the times of a forward, the backward of inputs, the
+    backward of weights, and a message. OVERHEAD is added to the time of every pass.
     """
     if text.endswith(".json"):
         return load_costs(text)
@@ -121,9 +123,10 @@ def costs_of(names: Sequence[str], wanted: str) -> Callable[[str], dict[str, flo
     """Return a function that reads numbers between commas as fields of Costs.
 
     Args:
-        names: the fields, in the order of the numbers. The first two must be given, if there are.
-        wanted: the beginning of the error: the numbers that are needed, and an example.
-    Returns: a function of the text; it returns the numbers by field.
+        names: the fields, in the order of the numbers. Two numbers must be given (or one, if there
+            is one field); further numbers may be left out.
+        wanted: the beginning of an error, such as "G,U is needed, such as 2,0.5".
+    Returns: a function of a text such as "2,0.5"; it returns {field: number}.
     """
 
     def read(text: str) -> dict[str, float]:
@@ -136,7 +139,11 @@ def costs_of(names: Sequence[str], wanted: str) -> Callable[[str], dict[str, flo
 
 
 def step_of(text: str) -> dict[str, float] | StepPasses:
-    """Return the passes around a step if `text` names them, else their costs by field of Costs."""
+    """Return the value of --step, which names passes or gives times of passes.
+
+    Returns: the passes for a text such as "update,gather"; or {field of Costs: time} for numbers
+        G,U[,A[,V]] such as "2,0.5".
+    """
     names = text.split(",")
     known = [field.name for field in fields(StepPasses)]
     if set(names) <= set(known):

@@ -43,10 +43,10 @@ def door(name: str) -> None:
 
 
 def command(name: str) -> Callable[[Sequence[str]], int | None]:
-    """Return the function that runs the command `name`, given the words after the name.
+    """Return the function that runs the command `name`.
 
-    It returns the exit status, or None for 0. Only its module is imported, as imports take most of
-    the time of a start.
+    The function takes the words of the command line after the name, and returns the exit status, or
+    None for 0. Modules of other commands are not imported, as that would take most of the time.
     """
     module, _, function = DOORS[name].module.partition(":")
     imported = importlib.import_module(f"megapipe.commands.{module}")

@@ -43,19 +43,20 @@ _TROUBLE = (
 
 
 class Launched:
-    """A running command with all processes that it starts on this machine.
+    """A running command, such as torchrun, with all processes that it starts on this machine.
 
-    `hit` and `signal_all` send signals, and `end` kills all. `sees`, `trains` and `wait` wait.
+    `hit` sends a signal to one rank, `signal_all` to all processes, and `end` kills all. `sees`
+    waits for a condition, `trains` for some seconds, and `wait` until the command ends.
 
     `poll` returns the exit status, `pids` and `ranks` the processes that live, `orphans` the
     processes that outlive the command.
 
     Attributes:
-        log: the file that its output is written to.
-        iterations: (iteration, time at which it was printed) of each iteration line.
-        resumed: the iteration from which it continued; 0 if it loaded no checkpoint.
-        saves: complete checkpoints that it reported.
-        failed_saves: saves that it reported as failed.
+        log: the file to which the command's output is copied.
+        iterations: (iteration, time of printing) of each iteration line in the output.
+        resumed: the iteration of the checkpoint that was loaded; 0 if none was.
+        saves: the number of complete checkpoints that were reported.
+        failed_saves: the number of failed saves that were reported.
         trouble: the times of the lines that report a fault.
     """
 
@@ -294,7 +295,7 @@ def _rank_of(pid: int) -> str | None:
 
 
 def _name(pid: int) -> str:
-    """Return a name of the process `pid` for the log: its rank, or the rank it writes for."""
+    """Return a name of the process `pid` for the log, such as "rank 2" or its checkpoint writer."""
     rank = _rank_of(pid) or "0"
     if "megapipe.checkpoint.writer" in _words(pid, "cmdline"):
         return f"the writer of rank {rank}"
@@ -302,9 +303,10 @@ def _name(pid: int) -> str:
 
 
 def _words(pid: int, file: str) -> list[str]:
-    """Return the words of /proc/PID/FILE of the process `pid`; none if the process has ended.
+    """Return the words of the file /proc/PID/FILE; none if the process `pid` has ended.
 
-    file: environ or cmdline, whose words are separated by zero bytes.
+    Args:
+        file: environ or cmdline. In both, words are separated by zero bytes.
     """
     try:
         return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")

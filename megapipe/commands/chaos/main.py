@@ -214,7 +214,7 @@ class Chaos:
         return text and f"{text}, {seconds:.1f} s"
 
     def disk(self, run: Launched) -> str:
-        """Act as a full disk for the next save: no file may grow beyond a part of a checkpoint."""
+        """Act as a full disk for the next save, by a limit on the size of files (RLIMIT_FSIZE)."""
         sizes = [path.stat().st_size for path in self.save.glob("iter_*/*.safetensors")]
         if not sizes:
             return ""
@@ -249,15 +249,15 @@ class Chaos:
         return run.hit(self.draw, signal.SIGKILL, where=where)
 
     def node(self, run: Launched) -> str:
-        """Kill a drawn rank, and lose its memory."""
+        """Kill a drawn rank, and delete the training states that it keeps in shared memory."""
         return lose(run, self.draw)
 
     def pair(self, run: Launched) -> str:
-        """Kill a drawn rank and the ranks that keep its state, and lose their memory."""
+        """Do as `node` for a drawn rank, and for the ranks that keep copies of its state."""
         return lose(run, self.draw, pair=True)
 
     def flip(self, run: Launched) -> str:
-        """Kill a drawn rank, lose its memory, and change a byte of each copy of its state."""
+        """Do as `node` for a drawn rank, and damage the copies of its state on other ranks."""
         return lose(run, self.draw, flip=True)
 
 
@@ -279,10 +279,10 @@ def _cut(path: Path) -> None:
 
 
 def with_folder(command: Sequence[str], folder: Path) -> list[str]:
-    """Return the launch line with checkpoints in `folder`, and a log line for each iteration.
+    """Return the launch line with --save and --load of `folder`, and --log-interval 1.
 
     Args:
-        command: the user's launch line, whose own flags for these are replaced.
+        command: the user's launch line; these three flags in it have no effect any more.
     """
     # Of a flag that is given twice, the last counts.
     return [*command, "--save", str(folder), "--load", str(folder), "--log-interval", "1"]

@@ -14,14 +14,16 @@ from megapipe.commands.chaos.broken_run import Launched, variables
 
 
 def lose(run: Launched, draw: random.Random, *, pair: bool = False, flip: bool = False) -> str:
-    """Kill a drawn rank and lose its memory, as if its machine were gone.
+    """Kill a rank at random and delete its folder in shared memory, as if its machine were gone.
+
+    The folder has the training states that the rank keeps: its own, and copies for other ranks.
 
     Args:
         run: the launch to break.
-        draw: chooses the rank.
-        pair: do the same to the ranks that keep its state.
-        flip: change a byte of each copy of its state that others keep.
-    Returns: a text on it; empty if nothing is in memory.
+        draw: the random generator that chooses the rank.
+        pair: also kill the ranks that keep copies of the rank's state, and delete their folders.
+        flip: change a byte in each copy of the rank's state.
+    Returns: a line for the log; empty if no rank has such a folder.
     """
     folders = _folders(run)
     alive = {}
@@ -54,7 +56,7 @@ def lose(run: Launched, draw: random.Random, *, pair: bool = False, flip: bool =
 
 
 def _folders(run: Launched) -> dict[str, Path]:
-    """Return the folder in shared memory of each rank, by its local rank."""
+    """Return {local rank: its folder in shared memory}, such as {"0": Path(...)}."""
     found = {}
     for pid in run.pids():
         for path in SHARED.glob(f"megapipe-{os.getuid()}-{pid}-*/*"):

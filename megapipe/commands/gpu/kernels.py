@@ -41,10 +41,10 @@ def within(error: float, allowed: float) -> Found:
 
 
 def weight_grad(device: torch.device) -> Found:
-    """Check the weight gradient of a bf16 layer, in a pass W of its own.
+    """Check the weight gradient of a bf16 layer, computed in a pass W after the inputs' backward.
 
-    It is added into a float32 buffer. A GPU computes and adds it in float32
-    (`addmm(out_dtype)`). A CPU rounds the product of each of the two microbatches to bf16.
+    The gradients of two microbatches are added into a float32 buffer. A GPU computes and adds in
+    float32 (`addmm(out_dtype)`); a CPU rounds each product to bf16 before.
     """
     draw = torch.Generator().manual_seed(1)
     layer = ColumnParallelLinear(96, 64, tp=Axis(), bias=False)
@@ -104,8 +104,8 @@ def fused_loss(device: torch.device) -> Found:
 def dropout_attention(device: torch.device) -> Found:
     """Check attention with dropout in float32: its output, and the gradients of q, k and v.
 
-    A first call finds out which probabilities were kept. Its values are unit vectors, so that the
-    output is the matrix of probabilities itself.
+    The expected result needs the dropout mask. A first call with unit vectors as v finds it: its
+    output is the matrix of probabilities, with zeros where they were dropped.
     """
     s = 64
     p = 0.25

@@ -70,7 +70,10 @@ TINY = Size(64, 4, 32, 128)
 
 
 def ceilings(device: torch.device) -> Found:
-    """Measure the rates that bound a step: of a layer's three bf16 products, and of copying."""
+    """Measure the rates that bound a step: FLOP/s of bf16 products, and bytes/s of a copy.
+
+    The products are with the weights of qkv, fc1 and fc2.
+    """
     h = 64
     rows = 128
     if device.type == "cuda":
@@ -92,9 +95,10 @@ def ceilings(device: torch.device) -> Found:
 
 
 def split(device: torch.device) -> Found:
-    """Compare two passes B and W with one that does both, for two layers in bf16.
+    """Measure the cost of splitting the backward of two layers in bf16.
 
-    The check passes if two are at most 3% slower.
+    Passes B (gradients of inputs) and W (of weights) are compared with one backward that computes
+    both. The check passes if the two are at most 3% slower.
     """
     size = GPU if device.type == "cuda" else TINY
     # A stage in the middle of a pipeline.
@@ -293,10 +297,10 @@ def training(
     A step has four microbatches of two random sequences.
 
     Args:
-        schedule: a name of the catalogue.
+        schedule: the schedule's name, such as zb-v.
         size: the sizes of model and sequences.
         layers: the number of layers.
-        by: replays the passes as CUDA graphs; None launches each kernel.
+        by: captures passes as CUDA graphs and replays them; None launches each kernel.
     Returns: a function without arguments; it returns the step's result, such as its loss.
     """
     model = _model(size, layers)

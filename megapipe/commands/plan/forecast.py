@@ -29,9 +29,10 @@ class Forecast:
     """The predicted times of a step of the whole run.
 
     Attributes:
-        costs: the times of the stages, in seconds.
-        passes: seconds from the first pass to the last.
-        step: seconds of a step: passes, the slowest rank's work outside passes, gradient sums.
+        costs: the times of each stage's passes, in seconds.
+        passes: seconds from the start of the first pass to the end of the last.
+        step: seconds of a step: `passes`, plus the optimizer's work on the slowest rank, plus the
+            reduction of gradients over data parallelism.
         bubble: mean fraction of `passes` in which a rank runs no pass.
     """
 
@@ -42,9 +43,10 @@ class Forecast:
 
 
 def work_of_stage(config: Config, plan: Plan, stage: int) -> object:
-    """Return a value to compare stages by: equal values mean passes of equal times.
+    """Return a value that is equal for two stages if their passes take the same time.
 
-    It has the stage's embedding and loss, its depth of prediction, and its layers.
+    It has the settings of each layer, and whether the stage has the embedding, the loss, or a depth
+    of multi-token prediction.
     """
     span = plan.spans[stage]
     layers = [layer_config(config.model, layer) for layer in span.layers]
@@ -52,10 +54,10 @@ def work_of_stage(config: Config, plan: Plan, stage: int) -> object:
 
 
 def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING) -> Forecast:
-    """Return the times of the whole run, from the ranks that were rehearsed.
+    """Predict the times of the whole run from the rehearsed ranks: each ran alone on this machine.
 
-    A rehearsal runs one rank alone. A stage of another rank takes the time of an equal stage, or
-    else a time by its FLOPs.
+    A stage of a rank that was not rehearsed takes the time of an equal stage, or else a time by its
+    FLOPs.
 
     Args:
         shown: the measurements of the rehearsed ranks, by pipeline rank. All have timed the same

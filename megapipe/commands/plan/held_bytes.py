@@ -15,8 +15,8 @@ from megapipe.training.pretrain import Training
 def parts_of(training: Training) -> dict[str, float]:
     """Run steps of a training and return the bytes at their peak, by purpose.
 
-    The keys are weights, gradients, optimizer, activations and head, which is the logits. On a GPU
-    the key `other` has the rest of the allocator's peak.
+    The keys are weights, gradients, optimizer, activations and head (the logits). On a GPU there is
+    also `other`: the peak of torch's allocator minus the sum of these.
 
     Args:
         training: the training of a rank.
@@ -81,7 +81,7 @@ class Held:
     `pack` and `unpack` are the two hooks, `add` counts a use of a storage.
 
     Attributes:
-        bytes: held now, without parameters, each storage once.
+        bytes: the bytes that graphs hold now, without parameters. Each storage counts once.
         peak: the largest value of `bytes`.
         of_head: the bytes of the logits at the peak.
     """
@@ -140,7 +140,7 @@ class Held:
 
 
 class Kept:
-    """A saved tensor, which is counted in `Held` until its graph frees it."""
+    """The object that a graph saves in place of a tensor. When it is freed, `Held` counts down."""
 
     def __init__(self, held: Held, tensor: Tensor, key: int) -> None:
         self.held = held

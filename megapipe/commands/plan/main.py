@@ -167,10 +167,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _ready(config: Config) -> tuple[Config, list[str]]:
-    """Return the checked configuration with its processes and vocabulary, and lines on assumptions.
+    """Check the flags, and fill in the number of processes and the size of the vocabulary.
 
-    With --check-paths no the run's files may be on another machine.
+    With --check-paths no, files of the run need not be on this machine.
 
+    Returns: (the configuration, lines on assumptions, such as an assumed vocabulary size).
     Raises: ConfigError with every problem.
     """
     from megapipe.library.runs import ready, with_processes
@@ -223,8 +224,8 @@ def _wrong(flags: Flags) -> Iterator[str]:
 def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
     """Return the plan as JSON: its stages, the peak of each rank, and the step.
 
-    `time` and `bubble` of the step count FLOPs alone. `predicted` has its seconds by the rates of
-    the device, communication included; it is None with --costs.
+    In "step", `time` is in FLOPs, and `bubble` follows from FLOPs too: messages take no time.
+    `predicted` has the seconds of a step on the device, communication included; None with --costs.
     """
     place = plan.schedule.placement
     timeline = plan.timeline
@@ -304,7 +305,7 @@ def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[d
 
     Args:
         own: the configuration of the user's flags.
-        argv: the user's own flags, among which the report names those to leave out.
+        argv: the command line. The report names its flags that do not go with the found plans.
     Returns: (the report as text, the best plans as JSON).
     Raises: ConfigError with every problem of the flags.
     """
@@ -348,13 +349,15 @@ def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[d
 
 
 def _left_out(argv: Sequence[str], config: Config) -> list[str]:
-    """Return the flags of `argv` that a user must leave out, as a plan's flags cannot undo them."""
+    """Return the flags of `argv`, such as a switch, that a plan's flags after them cannot undo."""
     _, given = parse_among(Flags, [*argv, *flags_of(config)])
     return left_out(given, config)
 
 
 def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
-    """Return the plan of the user's own flags, for comparison. It is empty if they have no layout.
+    """Return the plan of the user's own flags, for comparison.
+
+    It is empty, `Yours()`, if no flag gives a layout such as --pipeline-model-parallel-size.
 
     Args:
         devices: the number of processes.

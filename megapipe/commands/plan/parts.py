@@ -35,9 +35,11 @@ class Part:
     """A line of the table of --parts: a kind of part of the model, such as attention.
 
     Attributes:
-        layers: the number of layers that have it; 0 for embedding, head and depths of prediction.
-        work: the FLOPs, bytes and parameters of all these layers for a microbatch, on one rank.
-        sent: bytes of a microbatch that a rank sends to other ranks for their experts.
+        name: the part, such as "attention" or "head and loss".
+        layers: the number of layers that have the part; 0 for a part that is in no layer, such as
+            the embedding.
+        work: the FLOPs, bytes and parameters of the part in all layers, for one microbatch.
+        sent: bytes of a microbatch that a rank sends to other ranks, which have the experts.
     """
 
     name: str
@@ -47,12 +49,13 @@ class Part:
 
 
 class Layer(NamedTuple):
-    """A part of a layer by itself, such as attention, so that its work can be counted.
+    """A part of a layer as a small model, so that the work of the part can be counted.
 
     Attributes:
-        model: a model of one layer that has the part, and perhaps more.
-        without: a model of one layer with only the other parts of `model`, whose work is
-            subtracted; None if `model` has the one part alone.
+        name: the part, such as "attention".
+        model: a model of one layer that has the part.
+        without: a model whose work is subtracted; None to subtract nothing. For a shared expert it
+            is the layer without this expert.
     """
 
     name: str
@@ -61,10 +64,10 @@ class Layer(NamedTuple):
 
 
 def alone(model: ModelConfig) -> Iterator[Layer]:
-    """Yield the parts of a layer, such as attention and MLP, each as a model of one layer.
+    """Yield the parts of a layer: attention, and then the MLP or the experts.
 
     Args:
-        model: the configuration of that layer.
+        model: the configuration of the layer.
     """
     # One layer like this one, without what only belongs to the rest of the model.
     bare = replace(

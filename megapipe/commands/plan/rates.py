@@ -40,12 +40,13 @@ _SECONDS = 0.05
 
 
 class Alone(NamedTuple):
-    """The rates of products, copies and messages, without a model.
+    """The measured speeds of this machine's matrix products, copies and messages.
 
     Attributes:
-        products: (FLOP of a product, FLOP/s).
-        memory: bytes per second, read and written, of a copy.
-        messages: (bytes, seconds) of a message between two devices; () with a single GPU.
+        products: for each measured size, (FLOP of the product, FLOP/s).
+        memory: bytes per second of a copy; read and written bytes both count.
+        messages: for each measured size, (bytes, seconds) of a message between two devices; ()
+            with a single GPU.
         device: the device's name.
         peak: FLOP/s by the data sheet; None for a device that is not known.
     """
@@ -61,7 +62,7 @@ def save_rates(path: str, config: Config, plan: Plan, found: Forecast) -> None:
     """Measure this machine, and write its rates to the .json at `path`.
 
     Args:
-        found: the times of the run from rehearsed ranks, without communication.
+        found: the predicted times of a step of this run, where communication takes no time.
     """
     # Processes of their own: this one must have no CUDA context, as it forks others.
     backend = config.parallel.distributed_backend
@@ -75,11 +76,11 @@ def save_rates(path: str, config: Config, plan: Plan, found: Forecast) -> None:
 
 
 def rates_of(alone: Alone, config: Config, plan: Plan, found: Forecast) -> dict[str, Any]:
-    """Return the fields of a file for --rates.
+    """Return the content of a file for --rates.
 
     Args:
-        alone: the rates without a model.
-        found: the times of the run from rehearsed ranks, without communication.
+        alone: the measured speeds of this machine.
+        found: the predicted times of a step of this run, where communication takes no time.
     """
     tp = config.parallel.tensor_model_parallel_size
     # FLOP/s of the rehearsed passes, of all stages together.
@@ -162,7 +163,9 @@ def _copied(device: torch.device) -> float:
 
 
 def _messages(device: torch.device) -> Sizes:
-    """Return (bytes, seconds) of messages between the two ranks, each half of a way there and back.
+    """Return (bytes, seconds) of a message between the two ranks, for several sizes.
+
+    The seconds are half the time of a message there and back.
 
     Both ranks call it.
     """

@@ -167,7 +167,7 @@ def world_ranks(config: Config) -> list[int]:
 
 
 def _positions(config: Config, ranks: str | None) -> set[int] | None:
-    """Return the ranks of --ranks by their places in their pipelines; None without the flag.
+    """Return the pipeline ranks of the global ranks in --ranks; None without the flag.
 
     Args:
         ranks: the value of --ranks: global ranks between commas.
@@ -191,9 +191,10 @@ def _positions(config: Config, ranks: str | None) -> set[int] | None:
 
 
 def first_equal(config: Config, plan: Plan) -> list[int]:
-    """Return, for each pipeline rank, the first pipeline rank that has equal work.
+    """Return, for each pipeline rank, the first pipeline rank with equal work: [0, 1, 1, 3].
 
-    Such ranks have equal stages and the same order of passes, so that one of them is rehearsed.
+    Two ranks have equal work if their stages are equal and their passes have the same order. Only
+    the first of such ranks is rehearsed.
     """
     place = plan.schedule.placement
 
@@ -214,12 +215,13 @@ def rehearse(
 ) -> Shown:
     """Rehearse one pipeline rank after another, each in a process of its own.
 
-    A rehearsal runs the program of one rank alone, with noise in place of messages.
+    A rehearsal trains one rank alone, with random numbers in place of received messages.
 
     Args:
-        positions: the pipeline ranks that are asked for; None for all.
+        positions: the pipeline ranks to rehearse; None for all.
         steps: the number of timed steps.
-    Returns: the measurements by pipeline rank, also for ranks whose work equals a rehearsed one's.
+    Returns: the measurements by pipeline rank. A rank that has equal work to a rehearsed rank gets
+        the measurements of that rank.
     Raises: UserError if a rank cannot run.
     """
     ranks = world_ranks(config)
@@ -257,7 +259,7 @@ def _child(
 ) -> None:
     """Rehearse a rank in this child process, and send the result to the parent.
 
-    A rehearsal runs the program of one rank alone, with noise in place of messages.
+    A rehearsal trains one rank alone, with random numbers in place of received messages.
 
     Args:
         sender: gets the measurements, or the text of an error that the user can mend.

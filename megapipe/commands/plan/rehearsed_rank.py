@@ -46,13 +46,13 @@ Answers = Sequence[Sequence[Any]]
 class Rehearsed:
     """The measurements of a rank that ran alone.
 
-    `of` renames their stages for another rank, and `peak` sums `parts`.
+    `of` takes them for another rank with equal work, and `peak` is the sum of `parts`.
 
     Attributes:
         stages: the stages of the rank.
-        steps: the passes of each timed step, with their times.
+        steps: for each timed step, its passes with their times.
         outside: seconds of a step outside its passes: zeroing gradients, norm, update.
-        parts: bytes at the peak by purpose. On a GPU `other` is the rest of the allocator's peak.
+        parts: bytes at the peak by purpose, see `parts_of`.
         copies: the copies to and from the host (O and L) of each timed step; empty if the table has
             none.
     """
@@ -64,11 +64,11 @@ class Rehearsed:
     copies: Sequence[list[Ran]] = ()
 
     def of(self, step: Sequence[Ran], stages: Sequence[int]) -> list[Ran]:
-        """Return passes or copies renamed, as if another rank had run them on its stages.
+        """Return passes or copies as if another rank had run them: with its stages' numbers.
 
         Args:
             step: passes or copies of a step of this rank.
-            stages: the stages of the other rank, in the order of this rank's; their work is equal.
+            stages: the stages of the other rank; the first replaces the first of `self.stages`.
         """
         renamed = dict(zip(self.stages, stages, strict=True))
         return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in step]
@@ -83,12 +83,12 @@ class Rehearsed:
 class Alone(Axis):
     """A mesh axis with one real rank: all collectives act as if the others had the same data.
 
-    The counts of rows (tokens) for each expert are an exception. Another rank has this rank's
-    counts, shifted by the number of experts between the ranks. So each rank receives as many rows
-    as it sends. With equal counts, a rank would receive up to three times the rows or none.
+    The counts of tokens for each expert are an exception: other ranks have this rank's counts,
+    shifted by the number of experts between the ranks. So each rank receives as many tokens as it
+    sends. With equal counts, a rank would receive up to three times as many, or none.
 
     Attributes:
-        answers: results for `gather_json`, in place of the other ranks' answers; see Answers.
+        answers: for each call of `gather_json` before the first step, the values of all ranks.
     """
 
     answers: Answers = ()
@@ -139,7 +139,7 @@ class Alone(Axis):
 
 
 class _World(Alone):
-    """The axis of all processes, with one real rank. A sum is `size` times this rank's number."""
+    """The axis of all processes, with one real rank. An all-reduce multiplies by `size`."""
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
         return Pending(x.mul_(self.size) if op == "sum" else x)
@@ -163,7 +163,8 @@ def mesh_of(
 
     Args:
         rank: the global rank.
-        answers: results of gathers over the pipeline, from `answers_of`; () if nothing gathers.
+        answers: results of `gather_json` over the pipeline, from `answers_of`; () if it is not
+            called.
     """
     # The process groups are left out, as there are no other ranks to join them.
     mesh = build_mesh(
@@ -186,19 +187,20 @@ def mesh_of(
 
 
 def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:
-    """Return the values that the ranks of a pipeline gather from each other before the first step.
+    """Return the results of each `gather_json` over a pipeline before the first step.
 
-    The modules that they depend on are built without storage, so all ranks fit on this machine.
+    A lone rank cannot gather, so the values of all ranks are computed here, with each rank's
+    modules on the meta device.
 
     Args:
         ranks: the global ranks of the pipeline.
-    Returns: [gather][rank].
+    Returns: for each call of `gather_json`, the values of all ranks.
     """
     return [*zip(*(_answers(config, plan, rank) for rank in ranks), strict=True)]
 
 
 def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
-    """Return the value that a rank gives to each gather before the first step.
+    """Return what a rank would send in each `gather_json` over the pipeline before the first step.
 
     Args:
         rank: the global rank.
@@ -220,11 +222,11 @@ def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
 
 
 def _answer(question: Callable[[], object]) -> Any:
-    """Run a function up to its first gather over the pipeline. Return the value to be gathered.
+    """Run a function up to its first `gather_json`, and return the value that it would send.
 
     Args:
-        question: the function.
-    Raises: AssertionError if the function returns without a gather.
+        question: the function. Its mesh must have an `_Asking` as the pipeline axis.
+    Raises: AssertionError if the function does not gather.
     """
     try:
         question()
@@ -286,11 +288,11 @@ def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps
 
 
 def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], list[Ran], float]]) -> Rehearsed:
-    """Return the measurements of a rank. Further steps are run to measure the memory.
+    """Run further steps to measure the memory, and return all measurements of a rank.
 
     Args:
         training: the rank's training, on a mesh of one real rank.
-        timed: the results of `timed_step`; none to measure the memory alone.
+        timed: the results of `timed_step`; empty to measure only the memory.
     """
     outside = 0.0
     if timed:
@@ -337,11 +339,11 @@ def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
 
 
 def delivered(ops: list[Op]) -> Sequence[_There]:
-    """Fill each tensor that is to be received with noise, in place of `Transport.post`.
+    """Replace `Transport.post`: fill tensors to receive with random numbers, and send nothing.
 
     Args:
-        ops: the sends and receives to post.
-    Returns: for each operation, a handle of a message that has arrived.
+        ops: the sends and receives.
+    Returns: for each of them a handle that is complete.
     """
     for op in ops:
         if not op.sends:
@@ -368,11 +370,13 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def timed_step(training: Training) -> tuple[list[Ran], list[Ran], float]:
-    """Run a step with the two passes of a pair one after the other, so that each has its own time.
+    """Run a step and measure the time of each pass.
+
+    Passes that the schedule runs as a pair, such as F with B, run one after the other here.
 
     Args:
         training: the rank's training.
-    Returns: (its passes with their times, its copies to and from the host, seconds of the step).
+    Returns: (the passes with their times, the copies to and from the host, seconds of the step).
     """
     stages = training.run.stages
     schedule = stages.schedule
