@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, get_args
 
 import pytest
@@ -42,7 +42,8 @@ RUNS = [
 ]
 
 
-def run_of(base: str, more: Sequence[str] = ()) -> Config:
+@cache
+def run_of(base: str, more: tuple[str, ...] = ()) -> Config:
     """One process without flags, two replicas of the model with them."""
     config = parse(Config, [*base.split(), *more])
     return replace(config, world_size=2 * config.parallel.ranks_of_a_replica if base else 1)
@@ -64,7 +65,7 @@ def test_each_row_holds_in_some_runs_alone_and_there_is_its_line(flag, where, te
     assert len(holds) < len(RUNS)
     told = {}
     for base in RUNS:
-        given = run_of(base, other(flag))
+        given = run_of(base, tuple(other(flag)))
         told |= {line: base for name, line in idle(given) if name.split()[0] == flag.name}
         taken_out = getattr(getattr(without_idle(given), flag.section), flag.field) == flag.default
         assert taken_out == any(where(given) for one, where, _ in IDLE if one == flag)
