@@ -15,6 +15,7 @@ class Allocator {
  public:
   int64_t limit = 0;  // bytes that the device has; 0 for no limit
   int64_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0;
+  int kernels = 0;  // that run: what comes and goes within one is in registers, and in no peak
 
   // Returns the address of a block; 0 for no bytes, -1 if the device has no room.
   int64_t allocate(int stream, int64_t bytes) {
@@ -39,7 +40,7 @@ class Allocator {
       put({block.segment, left, stream, small, true}, at + size);
     }
     allocated += block.size;
-    allocated_peak = std::max(allocated_peak, allocated);
+    note();
     return at;
   }
 
@@ -60,6 +61,12 @@ class Allocator {
       }
     }
     remember(it);
+  }
+
+  void begin() { ++kernels; }
+  void end() {
+    --kernels;
+    note();
   }
 
   int64_t blocks() const {
@@ -92,6 +99,10 @@ class Allocator {
   };
   using Blocks = std::map<int64_t, Block>;
   using Free = std::set<std::tuple<bool, int, int64_t, int64_t>>;  // small, stream, size, address: the best fit is the next one
+
+  void note() {
+    if (kernels == 0) allocated_peak = std::max(allocated_peak, allocated);
+  }
 
   static int64_t rounded(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
 

@@ -659,6 +659,11 @@ void reset_peak(int device) {
   memories[device].allocated_peak = memories[device].allocated;
   memories[device].reserved_peak = memories[device].reserved;
 }
+// A kernel that is a function here begins or ends on the device of the calling thread.
+void kernel(int begins) {
+  Lock lock;
+  begins ? memories[device_now].begin() : memories[device_now].end();
+}
 void empty_cache(int device) {
   Lock lock;
   memories[device].release();
