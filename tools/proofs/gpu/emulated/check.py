@@ -96,7 +96,10 @@ def judged(case: Case, ranks: Sequence[Outcome]) -> list[str]:
         with mock.patch.object(equivalence, "alone", alone_on_device):
             found = [f"one device: {text}" for text in differences(case, ranks)]
         with mock.patch.object(Case, "same_bits", False):
-            found += [f"a CPU: {text}" for text in differences(case, ranks)]
+            others = differences(case, ranks)
+        # Of close scores another rounding takes the other expert.
+        rounded = case.dtype != "float64"
+        found += [f"a CPU: {x}" for x in others if not (rounded and "experts have" in x)]
         return found
     except Exception as error:
         return ["".join(traceback.format_exception(error))]
