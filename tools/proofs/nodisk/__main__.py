@@ -262,9 +262,9 @@ def proved(options: Options, layout: str, schedule: str, data: Path, root: Path)
     took = (time.monotonic() - began) / max(kills, 1)
     left = list(SHARED.glob(f"megapipe-{os.getuid()}-{os.getpid()}-*"))
     expected = {row["step"]: row for row in plain.rows() if "step" in row}
-    rows = broken.rows()
-    wrong = [row for row in rows if "step" in row and expected[row["step"]] != row]
-    reads = {str(row["read"]) for row in rows if "read" in row}
+    rows = [row for row in broken.rows() if "step" in row]
+    wrong = [row for row in rows if expected[row["step"]] != row]
+    reads = {str(row["read"]) for row in broken.rows() if "read" in row}
     last = f"save/iter_{options.steps:07d}"
     tensors, differing = difference(plain.folder / last, broken.folder / last)
     # The recipe of its table has P.
