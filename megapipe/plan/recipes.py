@@ -42,7 +42,8 @@ SHARE = 0.2
 def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
     """Return the recipe of the table that the flags ask for.
 
-    The ranks of multi-token prediction depths are not in it; `split.ranks_of_depths` lists choices.
+    A recipe is the settings from which a table of passes is made. Its `depths`, the ranks of
+    multi-token prediction depths, stay empty: `split.ranks_of_depths` lists choices for them.
 
     Args:
         moves: offload or recompute activations that do not fit into --memory-limit-gib.
@@ -68,7 +69,9 @@ def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
 
 
 def order_of(config: Config, microbatches: int) -> Recipe:
-    """Return the recipe with only the order of passes, the stages and the slices.
+    """Return the recipe of the order of passes, with its stages and slices.
+
+    It adds no pairs, offload, sharding or shared vocabulary to the order, see `recipe_of`.
 
     Args:
         microbatches: the number of microbatches of a step.
@@ -118,7 +121,8 @@ def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
     Args:
         moves: offload or recompute activations that do not fit into --memory-limit-gib, even if no
             flag asks for that.
-        any_order: a search finds the order of passes.
+        any_order: --pipeline-schedule names a search, so that another order may be taken if it fits
+            better.
     """
     limit = config.parallel.memory_limit_gib is not None
     asked = Copies.asked(config)
@@ -153,10 +157,10 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
 
 
 def step_of(config: Config, table: Schedule) -> StepPasses:
-    """Return which passes that run once per step flags ask for, such as reductions of gradients.
+    """Return the once-per-step passes that the flags ask for, such as reductions of gradients.
 
-    The update is among them with --enable-optimizer-post-validation. Otherwise it follows all
-    passes, when the gradient norm is known.
+    With --enable-optimizer-post-validation the update is one of these passes. Without it the update
+    runs after the table, when the gradient norm is known.
 
     Args:
         table: the table of passes, perhaps from a user's file.

@@ -36,7 +36,7 @@ def schedule_name(config: Config) -> str:
 
     Without the flag the name is 1f1b, or interleaved if flags ask for several stages on each rank.
 
-    Raises: ConfigError if the layers, or the stages of a layout, do not divide as flags say.
+    Raises: ConfigError if the flags ask for no whole number of stages on a rank.
     """
     return config.parallel.pipeline_schedule or usual(chunks_of(config))
 
@@ -51,7 +51,7 @@ def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
 
     Args:
         schedule: the table. The two replicas of a stage in DualPipe are counted together.
-        some: of the microbatches in flight on a stage, the number that keep their activations.
+        some: how many of the microbatches in flight on a stage keep their activations.
     """
     kept = share_of_window(schedule, some)
     place = schedule.placement
@@ -66,7 +66,7 @@ def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
 def forwards(config: Config, microbatches: int) -> int:
     """Return the number of forwards of a step on all ranks.
 
-    Raises: ConfigError if the layers, or the stages of a layout, do not divide as flags say.
+    Raises: ConfigError if the flags ask for no whole number of stages on a rank.
     """
     # Flags that leave the stages open mean one on each rank, as without virtual stages.
     stages = config.parallel.pipeline_model_parallel_size * (chunks_of(config) or 1)
@@ -173,7 +173,7 @@ def other_stages(config: Config, schedule: Schedule) -> str | None:
 
     Returns None if they agree, or if no flag asks for a number of stages.
 
-    Raises: ConfigError if the layers, or the stages of a layout, do not divide as flags say.
+    Raises: ConfigError if the flags ask for no whole number of stages on a rank.
     """
     par = config.parallel
     place = schedule.placement
@@ -204,7 +204,7 @@ def other_stages(config: Config, schedule: Schedule) -> str | None:
 def placements(config: Config) -> tuple[Placement, ...]:
     """Return the placements of stages on ranks among which a search may choose.
 
-    Raises: ConfigError if --pipeline-costs has another number of stages than all of them.
+    Raises: ConfigError if none of them has as many stages as --pipeline-costs.
     """
     ranks = config.parallel.pipeline_model_parallel_size
     costs = given_costs(config)
@@ -258,10 +258,10 @@ def given_costs(config: Config) -> Costs | None:
 
 
 def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
-    """Return the costs in --pipeline-costs for the stages without multi-token prediction depths.
+    """Return the costs in --pipeline-costs without their values for multi-token prediction depths.
 
     Args:
-        costs: the costs in the file. Values for depths, after those for the stages, are left out.
+        costs: the costs in the file. Their lists have the stages first, then the depths.
         place: the placement of the stages.
     Raises: ConfigError if `costs` is for other stages or ranks.
     """
@@ -280,7 +280,8 @@ def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
 def ranks_of_depths(config: Config, place: Placement) -> tuple[tuple[int, ...], ...]:
     """Return the choices for the ranks of the depths of multi-token prediction.
 
-    Each choice has a rank for each depth. There are several only for the layout `auto`.
+    Each choice lists a rank for each depth: with two depths, ((3, 3), (2, 3)) has two choices.
+    There are several only for the layout `auto`.
 
     Args:
         place: the placement of the stages without depths.

@@ -39,9 +39,11 @@ def bytes_of_parameter(
     """Return the bytes that a rank keeps for one parameter between steps.
 
     Args:
-        own: optional parts of the plan. Some, such as sharding, split weight and gradient.
+        own: the optional features of the plan. Sharding is one: a rank then keeps a shard of weight
+            and gradient.
         experts: the parameter is an expert's.
-    Returns: (all bytes with the optimizer state, the bytes of weight and gradient among them).
+    Returns: (bytes of weight, gradient and optimizer state together, (bytes of weight, of
+        gradient)).
     """
     par = config.parallel
     stored = whole_parameter(config)

@@ -150,8 +150,8 @@ def layout_of_plan(plan: Plan) -> str:
 def changes(plan: Plan) -> str:
     """Return text that compares an automatic split with the split that it replaced.
 
-    Lines on activations that the table offloads or recomputes follow. The text is "" if there is
-    neither.
+    Lines on activations that the table offloads or recomputes follow. The text is "" for a given
+    split whose activations stay on the device.
     """
     lines = _split_lines(plan)
     for one in plan.own.values():

@@ -62,10 +62,11 @@ def usual(chunks: int | None) -> str:
 
 
 def entry_of(name: str) -> Entry:
-    """Return the entry of a schedule, given by its name in any case or as a user's function.
+    """Return the description of a schedule, given by its name or as a user's function.
 
     Args:
-        name: a name of the catalogue, FILE.py:NAME or MODULE:NAME.
+        name: the name of a built-in schedule, such as 1f1b, in any case; FILE.py:NAME or
+            MODULE:NAME for a function.
     Raises: ScheduleError if there is no such schedule, with names that are close.
     """
     entry = (SCHEDULES | SLICED).get(name.lower())
@@ -88,10 +89,10 @@ def entry_of(name: str) -> Entry:
 
 
 def own_entry(name: str) -> Entry:
-    """Return a catalogue entry that describes a user's schedule.
+    """Return the description of a user's schedule.
 
-    It has the placement, the chunks, and whether the backward is split. To find these, a file is
-    read, and a function is called for 4 ranks and 8 microbatches.
+    It says what the table shows: its placement, its chunks, and whether the backward is split. The
+    table of a function is the one for 4 ranks and 8 microbatches.
 
     Args:
         name: a .json or .csv file, FILE.py:NAME or MODULE:NAME.

@@ -54,8 +54,8 @@ class CoreCosts:
     Attributes:
         f, b, w: time of forward, input gradient and weight gradient. BW costs b + w.
         fb: time of a forward and a fused backward as one overlapped pair, per device share. None
-            computes it from the pieces of both. A pair whose backward is split takes w less. No
-            pair takes less than either of its passes alone.
+            computes it from the arithmetic and communication of both. A pair of F and B alone takes
+            w less. No pair takes less than either of its passes alone.
         comm: time of a message between two ranks (latency and transfer; of one slice where
             microbatches are cut). Entry r of a tuple is for the link between ranks r and r+1, an
             optional last one for the link from p-1 to 0. A message occupies neither rank. Within a
@@ -176,9 +176,10 @@ class Costs(FamilyCosts, CoreCosts):
 
         Args:
             cuts: lengths of all slices of a microbatch, in any unit.
-            of: (slice, first slice of its document, slice after its last); None for a whole
-                microbatch.
-        Raises: ScheduleError if attention's shares are tuples by stage and the times are not.
+            of: (slice, first slice of its document, slice after the document's last), such as (1,
+                0, 3) for slice 1 in a document of slices 0 to 2; None for a whole microbatch.
+        Raises: ScheduleError if attention_f is a tuple by stage but f is one number, or so for b or
+            w.
         """
         if of is None:
             return self
@@ -287,7 +288,7 @@ class Costs(FamilyCosts, CoreCosts):
     def _of_pass(self, kind: Kind, stage: int, placement: Placement) -> float:
         """Return the duration of one pass of a kind on a stage.
 
-        It does without the lists that `durations` builds.
+        It is faster than `durations`, which computes all kinds and stages.
         """
         letters = kind.traits.costs
         parts = [self._at(letter, stage, placement) for letter in letters]

@@ -22,8 +22,8 @@ _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT, *OF_SLICES}
 class Dependencies:
     """The dependencies of a table's passes.
 
-    `of` returns the passes that one pass waits for. `beyond_microbatch` returns, for all passes,
-    the ones among these that belong to another microbatch or to a whole stage.
+    `of` returns the passes that one pass waits for. `beyond_microbatch` returns such passes for
+    every pass of the table, without those of the pass's own microbatch.
 
     Args:
         schedule: the table; its passes are read once.
@@ -44,7 +44,7 @@ class Dependencies:
     def of(self, item: Pass, *, beyond: bool = False) -> list[Pass]:
         """Return the passes that must be done before `item`.
 
-        If the table lacks the pass that would produce a needed result, that pass is included too.
+        A pass that `item` needs is returned even if the table lacks it, so that errors can name it.
 
         Args:
             beyond: leave out passes of `item`'s own microbatch, see `is_beyond`.
@@ -140,9 +140,9 @@ def wrong_documents(schedule: Schedule) -> str | None:
 
 
 def closed_prefix(schedule: Schedule) -> list[int]:
-    """Return how many first steps of each rank's row can all run a second time.
+    """Return, for each rank, how many steps at the start of its row can run a second time.
 
-    These steps add to no gradient, and all their dependencies are among them, on any rank. They are
+    Together the steps of all ranks depend only on each other, and they add to no gradient. They are
     the forwards at the start of a training step. Post-validation runs them again when it takes back
     an update.
     """
@@ -167,10 +167,10 @@ def closed_prefix(schedule: Schedule) -> list[int]:
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
     """Choose `n` microbatches (or slices) of every window. Return the chosen ones for each stage.
 
-    A window is a sequence of consecutive forwards of a stage. Its length is the largest number of
-    microbatches whose forward has run and whose backward has not. The first n of each window are
-    chosen, as Megatron-LM does with max_outstanding_backprops. A set has microbatches (or slices)
-    by their number, see `Schedule.number`.
+    The forwards of a stage are divided into windows, each as long as the stage has microbatches in
+    flight at most. The first n of each window are chosen, as Megatron-LM does with
+    max_outstanding_backprops. With 3 in flight and n = 1, of microbatches 0 to 5 these are 0 and 3.
+    Slices have their number through all microbatches, see `Schedule.number`.
     """
     stages = schedule.placement.num_stages
     begun: list[list[int]] = [[] for _ in range(stages)]
@@ -183,8 +183,7 @@ def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
             most[stage] = max(most[stage], len(begun[stage]) - done[stage])
         done[stage] += item.kind.is_backward
     chosen = []
-    # With at most 3 in flight and n = 1, of microbatches 0 1 2 3 4 5: 0 and 3. A window is never
-    # without one of them, and never holds two.
+    # Any 3 consecutive microbatches then have one chosen one, and never two.
     for order, window in zip(begun, most, strict=True):
         chosen.append(frozenset(m for i, m in enumerate(order) if i % window < n))
     return tuple(chosen)

@@ -22,8 +22,9 @@ class Device:
     """The speeds of a device and its links. All devices of a run are equal.
 
     The defaults are for an H100 SXM in a node of eight. The peak is NVIDIA's for dense bf16, and
-    matrix products are assumed to reach half of it. `seconds`, `rate` and `speed` return times and
-    speeds; `links` and `assumed` describe them.
+    matrix products are assumed to reach half of it. `seconds` returns the time of collectives,
+    `rate` the FLOP/s of products, and `speed` the bytes per second of a link. `links` and `assumed`
+    return text for a reader.
 
     Attributes:
         flops: FLOP/s that matrix products of this model reach, at most.
@@ -34,7 +35,8 @@ class Device:
         overhead: seconds that each pass takes in addition to its work.
         peak: FLOP/s of the data sheet, in which MFU is measured.
         source: where these numbers come from, in words.
-        memory: bytes per second that an update reads and writes; 0 if updates are to take no time.
+        memory: memory bandwidth, in bytes per second that an update reads and writes; 0 if updates
+            are to take no time.
         by_product: pairs (FLOP of a matrix product, its FLOP/s); () if products of every size reach
             `flops`.
         by_message: pairs (bytes of a message within a node, its seconds); () to use `inside` and
@@ -75,9 +77,9 @@ class Device:
         """Return the seconds that collectives or messages take.
 
         Args:
-            sent: bytes that each rank sends in all of them together.
-            extent: number of devices from the first to the last rank. If it exceeds a node, the
-                slower links count.
+            sent: bytes that each rank sends, summed over all `calls`.
+            extent: number of devices from the first to the last rank of the group, both included.
+                If it exceeds a node, the slower links between nodes count.
             calls: number of collectives. Each adds the latency.
         """
         if not sent:
@@ -101,8 +103,8 @@ class Device:
         """Return the bytes per second that a device sends to another device.
 
         Args:
-            extent: number of devices from the first to the last rank. If it exceeds a node, the
-                slower links count.
+            extent: number of devices from the first to the last rank of their group, both included.
+                If it exceeds a node, the slower links between nodes count.
         """
         return self.inside if extent <= self.node else self.outside
 
@@ -110,7 +112,8 @@ class Device:
 def _between(size: float, known: Sizes) -> float:
     """Return a value for `size`, by linear interpolation between known sizes.
 
-    Beyond the smallest and the largest known size it is their value.
+    Sizes below the smallest known one have the value of the smallest, sizes above the largest one
+    the value of the largest.
 
     Args:
         known: pairs (size, value), ascending.
@@ -209,7 +212,9 @@ def _is_number(value: object, *, or_zero: bool = False) -> bool:
 
 
 def _by_size(where: str, name: str, rows: Sequence[object]) -> dict[str, Any]:
-    """Return {field of `Device`: value} from a list by size: the list itself and its largest speed.
+    """Return {field of `Device`: value} for a field that a file gives as a list by size.
+
+    For "flops" the fields are `by_product`, the list itself, and `flops`, its largest speed.
 
     Args:
         where: flag, file and field in words, for errors.
@@ -247,9 +252,10 @@ def _by_size(where: str, name: str, rows: Sequence[object]) -> dict[str, Any]:
 
 
 def device_of(config: Config) -> Device | None:
-    """Return the device that --rates describes; without the flag an H100.
+    """Return the device that --rates describes.
 
-    Returns None for a run on CPUs without --rates, because their rates are not known.
+    Without the flag it is an H100 for a run on GPUs, and None for a run on CPUs, because their
+    rates are not known.
     Raises: ConfigError if the file of --rates cannot be read.
     """
     given = config.check.rates

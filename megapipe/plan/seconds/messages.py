@@ -135,10 +135,10 @@ def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -
     """Return the seconds of ring collectives over ranks with copies of the same weights.
 
     There are several rings. Each runs through all ranks of a node before it leaves the node by its
-    own network card. So the bytes between nodes are divided by the number of these ranks on a node.
+    own network card. So with k of the ranks on a node, each network card sends 1/k of the bytes.
 
     Args:
-        sent: bytes that each rank sends in all of them together.
+        sent: bytes that each rank sends, summed over all `calls`.
         ranks: the number of ranks.
         extent: number of devices from the first to the last rank.
         calls: the number of collectives.
@@ -197,7 +197,7 @@ def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Co
 
 
 def _per_stage(sizes: PerStage) -> tuple[float, ...]:
-    """Return sizes as a tuple with one for each stage; a single number is for a single stage."""
+    """Return sizes as a tuple, one size for each stage. A lone number becomes a tuple of one."""
     if isinstance(sizes, tuple):
         return sizes
     return (sizes,)
@@ -237,7 +237,7 @@ def _not_hidden(sent: float, computed: float, model: ModelConfig, ranks: int) ->
     """Return the seconds of a layer's collectives that its matrix products cannot hide.
 
     With --tp-comm-overlap a product is computed in pieces, while the collective of another piece
-    runs. The first or last piece has nothing to hide with.
+    runs. One piece stays exposed: no product runs during its collective.
 
     Args:
         sent: seconds of the collectives of a layer's pass.
@@ -264,7 +264,9 @@ def replicas(config: Config) -> int:
 
 
 def _rescaled(share: PerStage, old: tuple[float, ...], new: tuple[float, ...]) -> PerStage:
-    """Return attention's fraction of new times, if the seconds of attention stay the same.
+    """Return attention's fraction of each stage's time after communication is added.
+
+    The seconds of attention stay the same: a fraction of 0.3 becomes 0.2 if the time grows by half.
 
     Args:
         share: attention's fraction of the old time of each stage.
@@ -283,7 +285,8 @@ class OfRank(NamedTuple):
     Attributes:
         dense: number of parameters outside experts.
         experts: number of parameters of experts.
-        lighter: bytes by which a gather is smaller because weights are in eight bits.
+        lighter: bytes that one gather of all these weights saves because some are sent in eight
+            bits.
     """
 
     dense: float

@@ -43,7 +43,8 @@ class Timed:
         schedule: the name of its schedule.
         step: seconds of a step.
         peak: bytes of memory on the rank that needs most.
-        parts: {cause: seconds of a step}. The rest of the step is the same for every plan.
+        parts: {cause, such as "bubble": its seconds of a step}. The rest of the step is the work of
+            F, B and W, which every plan has.
     """
 
     config: Config
@@ -146,7 +147,7 @@ def _busy(clock: Clock) -> float:
     """Return the seconds in which ranks run passes, summed over the ranks.
 
     Args:
-        clock: start and end of each step of each rank.
+        clock: start and end of each entry of each rank's row: a pass, or an overlapped pair.
     """
     return sum(sum(ends) - sum(starts) for starts, ends in zip(clock.start, clock.end, strict=True))
 

@@ -18,8 +18,8 @@ from megapipe.schedule.passes import Kind, Placement, Schedule
 class Overheads(NamedTuple):
     """The multiples of `Costs.overhead` that a lower bound counts for F, B and W.
 
-    Passes that pay one overhead together have multiples whose sum is one. A fused backward pays one
-    for its B and W, and an overlapped pair pays one for both of its passes.
+    Passes that pay one overhead together have multiples that add up to 1. For a fused backward they
+    are (b, w) = (1, 0). For an overlapped pair of F and BW they are (f, b, w) = (0.5, 0.5, 0).
 
     Attributes:
         f, b, w: the multiple for a forward, an input gradient and a weight gradient.
@@ -45,9 +45,10 @@ def lower_bound(
 ) -> float:
     """Return a lower bound of the makespan or period of any schedule of one copy of the model.
 
-    Pairs whose passes hide each other's communication may be faster than the bound. Take uniform
-    stages on p ranks, m >= 2p microbatches, messages that take no time, and a memory limit of p
-    microbatches. With one chunk on each rank the bound is then
+    A table with overlapped pairs may be faster than the bound, see `bound_of_any`.
+
+    Take uniform stages on p ranks, m >= 2p microbatches, messages that take no time, and a memory
+    limit of p microbatches. With one chunk on each rank the bound is then
 
         m(F+B+W) + (p-1) max(B, F + max(0, B-W)),
 
@@ -149,7 +150,10 @@ def bound_of_any(
 
 
 def _beside_backwards(costs: Costs) -> Costs:
-    """Return the costs with f reduced to the time that a forward adds to a backward in a pair."""
+    """Return the costs with f reduced to what a forward adds to the time of a backward in a pair.
+
+    It is fb - b - w, or 0 if communication may hide more. Costs without fb are unchanged.
+    """
     if costs.fb is None:
         return costs
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
@@ -182,12 +186,12 @@ def _scaled(costs: Costs, shares: list[float]) -> Costs:
 def _most(
     limit: float, microbatches: int, stages: tuple[int, ...], time: list[float], memory: list[float]
 ) -> float:
-    """Return the longest total time of passes of one kind that fits a rank's memory limit.
+    """Return how long a rank can run passes of one kind before its memory is full.
 
     Args:
         limit: memory limit of the rank.
         microbatches: number of microbatches of a training step.
-        stages: stages of the rank. Each has at most one such pass for each microbatch.
+        stages: stages of the rank. Each has one pass of the kind for each microbatch.
         time, memory: [num_stages] time of one pass on each stage, and memory that it takes.
     """
     everything = microbatches * sum(time[s] for s in stages)
@@ -204,7 +208,7 @@ def _most(
 def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
     """Return a lower bound on the makespan of any table with the schedule's placement.
 
-    The table may have pairs or not.
+    It also holds for tables without overlapped pairs.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs.

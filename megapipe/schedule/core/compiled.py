@@ -61,11 +61,11 @@ def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
 def given_to_c(of: Problem, rows: list[int]) -> _Problem:
     """Return the C struct of a problem.
 
-    Its memory limits are raised slightly, so that rounding alone exceeds none.
+    Its memory limits are multiplied by 1 + 1e-9, so that rounding does not exceed them.
 
     Args:
-        rows: if the orders of all ranks are joined in one array, the index of each rank's first
-            pass in it. The last entry is the length of the array.
+        rows: where each rank's row begins in one array of all rows, then the length of the array:
+            [0, 6, 12] for two ranks with six passes each.
     """
     # As in `orders.fits_rank`: a sum that is over its limit by rounding alone still fits.
     limits = [limit * (1 + 1e-9) for limit in of.memory]
@@ -90,9 +90,9 @@ def compiled_fill(of: Problem, orders: Orders) -> Fill | None:
     Args:
         of: the placement with its costs and memory limits.
         orders: each rank's order of F and B, as integers.
-    Returns: a function from an overrun, the fraction of a W that may extend beyond a wait, to
-        (orders with W, end of every pass). That function returns None if the order deadlocks or
-        does not fit. Without a C compiler there is None in place of the function.
+    Returns: a function, or None without a C compiler. The function takes an overrun: the fraction
+        of a W that may extend beyond the wait in which it starts. It returns (orders with W, end of
+        every pass), or None if the order deadlocks or exceeds the memory limit.
     """
     code = library()
     if code is None:

@@ -37,7 +37,8 @@ class Cutting:
     def begins(self) -> tuple[tuple[int, ...], ...]:
         """Return the slices, other than slice 0, that begin a document, as in `Schedule.documents`.
 
-        It is one row for all microbatches, or () if there is one document.
+        It is ((2, 4),) for 6 slices of 3 documents, one row that counts for all microbatches, and
+        () for one document.
 
         Raises: ScheduleError if a document has no whole number of slices.
         """
@@ -89,7 +90,7 @@ def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[floa
 def _shorter(costs: Costs, times: int) -> Costs:
     """Return costs with attention's share of the time as in a shorter sequence.
 
-    Only the shares of attention are right in these costs; the times are not.
+    Only attention_f, attention_b and attention_w are set in them; all other fields have defaults.
 
     Args:
         times: how many times as short the sequence is.
@@ -116,8 +117,8 @@ def in_tokens(wanted: tuple[float, ...], length: int, multiple: int = 1) -> tupl
     Args:
         wanted: lengths in any unit.
         length: tokens of the sequence.
-        multiple: each slice is a multiple of this, the number of ranks that share a slice.
-    Raises: ScheduleError if a slice would be empty, or `length` is not a multiple.
+        multiple: number of ranks that share each slice. The length of a slice is a multiple of it.
+    Raises: ScheduleError if a slice would be empty, or `length` is no multiple of `multiple`.
     """
     count = len(wanted)
     if length % multiple or length < count * multiple:
@@ -148,7 +149,7 @@ def at_borders(
     Args:
         lengths: tokens of each slice before.
         borders: tokens at which documents begin.
-        multiple: each slice is a multiple of this, the number of ranks that share a slice.
+        multiple: number of ranks that share each slice. The length of a slice is a multiple of it.
     """
     ends = [0, *accumulate(lengths)]
     moved = [0]

@@ -42,8 +42,8 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
     Args:
         candidates: tables with split backwards and one placement that hold at most `memory`.
         costs: the costs under which the makespan is simulated.
-        memory: limit for tables with moved W, in microbatches of a rank's activations. The memory
-            fields of `costs` are not used.
+        memory: limit on the activations of a rank, as a number of microbatches. `costs.mem_b` and
+            `costs.mem_w` are ignored.
     """
     place = candidates[0].placement
     m = candidates[0].num_microbatches
@@ -70,7 +70,7 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
 
 
 def refilled(of: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS) -> Iterator[Filled]:
-    """Yield (orders with all W inserted anew, end of every pass), for each overrun.
+    """Yield, for each overrun, (each rank's order with all W inserted anew, end of every pass).
 
     F and B keep their order, unless the memory limit requires a B to come sooner. Nothing is
     yielded if no order fits the limit.
@@ -78,8 +78,8 @@ def refilled(of: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS) 
     Args:
         of: the placement with its costs and memory limits.
         orders: each rank's passes as integers; W among them are ignored.
-        overruns: fractions to try. A W may extend beyond the wait in which it starts by this
-            fraction of its own time.
+        overruns: fractions to try. With 0.3, a W may extend beyond the wait in which it starts by
+            0.3 of its own time.
     """
     bare: Orders = []
     for rank, order in enumerate(orders):

@@ -36,10 +36,10 @@ LATER = Kind.T, Kind.W
 def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[float]) -> Schedule:
     """Return the table with further passes in its rows.
 
-    The forwards of a row keep their order, and so do its other passes. But the other passes may
-    come later between the forwards: while other ranks run added passes, a rank goes on with its
-    next forward. If that forward has no input yet, a backward goes first. Several limits of this
-    delay and of pending T and W are tried, and the fastest table is returned.
+    The forwards of a row keep their order among themselves, and so do its other passes. A forward
+    may overtake other passes, so that a rank does not wait for the added passes of other ranks: F B
+    F may become F F B. Several limits on this delay, and on the number of added T and W that are
+    put off, are tried. The fastest table is returned.
 
     Args:
         table: the table without the added passes.
@@ -98,7 +98,7 @@ class _Rank:
         lookups: {chain: number of E done}. E looks up the rank's rows of the embedding. A chain is
             one copy of the model.
         due: {kind: added passes that have all inputs}. Each is (time of its last input, counter,
-            pass). Passes with inputs at one time run in the order of the counter.
+            pass). The counter decides between equal times.
         out: the merged row so far.
     """
 
@@ -132,7 +132,7 @@ class _Rank:
         """Return the steps of the row that may come next, the first choice first.
 
         Args:
-            delay: the number of forwards by which any other step may come later in the row.
+            delay: the number of forwards that may overtake each other step of the row.
         """
         forward = [*islice(self.forwards, 1)]
         if not self.others:
@@ -155,16 +155,16 @@ class _Rank:
 
 
 class _Merge:
-    """A simulation in which each rank runs FIRST before its row, and LATER where it would wait.
+    """A simulation in which each rank runs its row together with the added passes.
 
-    FIRST and LATER are the kinds of pass to add: for the former other ranks wait, for the latter
-    they do not. `run` returns the merged rows.
+    Added passes of the kinds in FIRST run as soon as they can, because other ranks wait for them.
+    Those in LATER, T and W, run where the rank would wait. `run` returns the merged rows.
 
     Args:
         schedule: the table without the added passes.
         added: the passes to add.
         costs: costs under which the simulation runs.
-        delay: the number of forwards by which any other step may come later in the row.
+        delay: the number of forwards that may overtake each other step of a row.
         waiting: number of passes of one kind in LATER that may be pending on a rank.
     """
 

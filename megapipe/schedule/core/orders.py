@@ -274,7 +274,8 @@ def one_by_one(problem: Problem) -> Orders:
 def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] | None:
     """Return a rank's order of F and B, with some B moved ahead so that its memory limit is kept.
 
-    Where an F does not fit even if all W have run, the next B that can run comes before it.
+    An F that does not fit the memory, even after all W so far, waits: the next B whose F has run
+    comes first.
 
     Args:
         problem: the placement with its costs and memory limits.

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 
 class Chain(NamedTuple):
-    """The pieces of a pass: arithmetic and communication in alternation, one after another.
+    """One pass as a chain of pieces: arithmetic and communication in alternation.
+
+    A turn is one piece of arithmetic and one of communication.
 
     Attributes:
         compute, link: total time of the arithmetic and of the communication.
-        turns: number of turns. A turn is one piece of arithmetic and one of communication. 0 stands
-            for arbitrarily many.
-        link_first: a turn begins with its communication. It does in a backward, whose forward ended
-            with communication.
-        follows: this chain is a weight gradient. Its turn i begins after turn i of the chain before
-            it in the list, the input gradient, has ended.
+        turns: number of turns; 0 for infinitely many, infinitely short ones.
+        link_first: a turn begins with its communication, as in a backward.
+        follows: this chain is the weight gradient of a BW. Its turn i begins when turn i of the
+            input gradient, the chain before it in the list, has ended.
     """
 
     compute: float
@@ -48,8 +48,9 @@ def pieces(chains: Sequence[Chain]) -> list[Piece]:
     """Return the pieces of all chains with their times, if they run on two streams.
 
     One stream is for arithmetic, one for communication. The piece that can start first runs first.
-    Of pieces that can start at one time, the one whose chain has most work left runs first. Chains
-    with arbitrarily many turns have one piece on each stream, both from time 0.
+    Of pieces that can start at one time, the one whose chain has most work left runs first. If a
+    chain has `turns` 0, every chain is one piece on each stream, without waits for the other
+    stream.
 
     Args:
         chains: the chains of the passes of one step.

@@ -31,10 +31,12 @@ class Joint:
     """The joint table of data-parallel replicas, one of them perhaps without one of its ranks.
 
     Each replica runs the table of one pipeline. The joint table has the ranks and microbatches of
-    all replicas. If a rank is lost, the same pipeline rank of the other replicas (its peers) runs
-    its passes in addition to their own. `rank` and `microbatch` turn a number within one replica
-    into the number in the joint table. `peer` returns the replica that runs a microbatch instead of
-    the lost rank. `placement` and `queues` return the stages and the steps of the joint table.
+    all replicas: with 2 replicas of 4 ranks, rank 1 of replica 1 is its rank 5. If a rank fails,
+    the same pipeline rank of the other replicas (its peers) runs the lost passes in addition to its
+    own.
+
+    `rank` and `microbatch` return numbers in the joint table. `peer` returns the replica that takes
+    over a microbatch. `placement` and `queues` return the stages and the steps of the joint table.
 
     Attributes:
         table: the table of one replica.
@@ -80,8 +82,8 @@ class Joint:
     def placement(self) -> Placement:
         """Return the joint placement.
 
-        It has a chain of stages (a copy of the model) for each microbatch. So each microbatch has
-        its own rank for each stage.
+        It has a chain of stages (a copy of the model) for each microbatch, because different peers
+        may run the lost stages of different microbatches.
         """
         place = self.table.placement
         rank_of = []
@@ -189,8 +191,9 @@ def reroute(
 def joint_costs(costs: Costs, table: Schedule) -> Costs:
     """Return the costs of a table for use with its joint table.
 
-    Costs per device share are adapted, because the joint table has more ranks with as much work
-    each. A message between two replicas takes as long as the slowest within one.
+    A cost that is one number becomes a tuple by stage: it is for 1/p of the model, and the joint
+    table has another number p of ranks. A message between two replicas takes as long as the slowest
+    within one.
 
     Args:
         table: the table of one replica.
@@ -212,7 +215,7 @@ next."""
 
 
 def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
-    """Yield three rules for the order of a peer's own passes and of the lost rank's passes it runs.
+    """Yield three rules by which a peer chooses between its own passes and those of the lost rank.
 
     The rules are: by the time at which a pass would start without a loss, own passes first, the
     lost rank's passes first. The last two take less memory or less time for some tables.
@@ -269,7 +272,9 @@ def _by_time(
     costs: Costs,
     priority: Priority,
 ) -> list[list[Step]]:
-    """Return the row of each rank. Its next step is the first of any of its queues that can start.
+    """Return the row of each rank, taken step by step from its queues.
+
+    Of the first steps of a rank's queues, the one that can start earliest is next.
 
     Args:
         table: the joint table, whose order of steps is ignored.

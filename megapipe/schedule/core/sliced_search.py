@@ -43,7 +43,7 @@ def searched_slices(
     Args:
         cuts: lengths of the slices of a microbatch.
         memory: limit on each rank's activation, in the unit of the costs.
-        documents: slices that begin a document, for each microbatch or once for all.
+        documents: slices that begin a document, as in `Schedule.documents`.
         effort: about the seconds to spend on one core.
         progress: called with the fraction of the effort spent, 0 to 1.
     """
@@ -102,7 +102,7 @@ def fastest_slices(
     Args:
         candidates: placements with their costs and memory limits.
         cuts: lengths of the slices of a microbatch.
-        documents: slices that begin a document, for each microbatch or once for all.
+        documents: slices that begin a document, as in `Schedule.documents`.
         effort: about the seconds to spend on one core.
         progress: called with the fraction of the effort spent, 0 to 1.
     Raises: ScheduleError if none is found within the memory.

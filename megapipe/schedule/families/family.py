@@ -27,7 +27,7 @@ OfSlice = Callable[[Mapping[str, Any], float, float], Mapping[str, Any]]
 # `Costs` inherits the fields of all families, and the clock asks the families. So neither can be
 # imported here, and two protocols say what a family uses.
 class Prices(Protocol):
-    """The part of `Costs` that a family uses: `by_stage` returns one field for each stage."""
+    """The part of `Costs` that a family uses: `by_stage` returns the values of a field."""
 
     def by_stage(self, name: str, placement: Placement) -> list[float]:
         """Return the field `name` of the costs as one value for each stage of the placement."""
@@ -74,8 +74,8 @@ def times(share: float, whole: PerStage) -> PerStage:
 class Family:
     """A group of kinds of pass, with the functions by which core modules ask about its passes.
 
-    Each function takes the Schedule first, except `of_slice`. Simulation and verification call
-    them.
+    A family is, for example, offload with the kinds O, L and R. Simulation and verification call
+    the functions. Each takes the Schedule first, except `of_slice`.
 
     Attributes:
         name: the name of its folder in the packages named `families`.
@@ -83,8 +83,8 @@ class Family:
         problems: yields a sentence for each mistake in its passes. Its second argument is {pass:
             index of its step in its rank's row}.
         needs: returns {(pass, result it needs with Where.RUN): the passes that produce the result}.
-        instead: returns {pass: letter} for passes that hold other memory than usual for their kind:
-            the costs field `mem_<letter>`.
+        instead: returns {pass: letter} for passes that hold other memory than usual for their kind.
+            A letter "r" stands for the costs field `mem_r`.
         whole: yields further changes of a rank's memory as (time, size, index of the step in its
             row). It also takes the costs, the times of each step, and the rank.
         evaluated: returns {pass: the pass that replaces it in an evaluation}. None as replacement
