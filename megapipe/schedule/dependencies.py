@@ -23,7 +23,7 @@ class Dependencies:
     """The dependencies of a table's passes.
 
     `of` returns the passes that one pass waits for. `beyond_microbatch` returns such passes for
-    every pass of the table, without those of the pass's own microbatch.
+    every pass of the table, without passes of its own microbatch.
 
     Args:
         schedule: the table; its passes are read once.

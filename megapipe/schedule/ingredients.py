@@ -34,7 +34,7 @@ EXCLUDED = (
 
 
 class Refused(ScheduleError):
-    """An error about a part of a recipe that cannot be made.
+    """An error in one part of a recipe, such as its pairs or sharding: no such table can be made.
 
     Attributes:
         part: the name of the field of `Recipe`.

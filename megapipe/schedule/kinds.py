@@ -121,9 +121,9 @@ class Traits:
         costs: its duration is the sum of these fields of `Costs`, one letter for each.
         needs: results that must exist before a pass can start.
         makes: results that a pass produces; the first one is sent to other ranks.
-        memory: change of the memory held, as {letter: count} over the fields `mem_<letter>` of
-            `Costs`. If the first count is positive the change applies at the start of the pass,
-            else at its end.
+        memory: change of the memory held, as {letter: count}: {"b": -1, "w": 1} frees `Costs.mem_b`
+            and takes `Costs.mem_w`. If the first count is positive the change applies at the start
+            of the pass, else at its end.
         per_stage: runs once per training step and stage, and not once per microbatch.
         at: the only stages that run it, where ranks share the vocabulary; None for all stages.
         reads: takes the next microbatch from the data iterator.

@@ -71,8 +71,8 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
     V is the pass that validates an optimizer's update. A tensor that is made before V is received
     before V, and no other tensor is. If V rejects an update, the passes before it run again while
-    no message is in flight. V follows a closed prefix (`dependencies.closed_prefix`), so the order
-    with V is still one global order.
+    no message is in flight. All ranks still have messages in one order, because no pass before V
+    needs a pass after V (`dependencies.closed_prefix`).
 
     Raises: ScheduleError if the schedule cannot proceed.
     """

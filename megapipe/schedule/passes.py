@@ -110,8 +110,8 @@ class Schedule:
         training_steps: training steps in the table. Microbatches are numbered through all of them.
         cuts: lengths of the slices of a microbatch along the sequence, in tokens or any other unit;
             empty where microbatches are not cut.
-        documents: slices that begin a document, other than slice 0, and so need nothing of earlier
-            slices. One row for each microbatch, or one row for all of them.
+        documents: slices that begin a document, other than slice 0: ((3,),) for documents of slices
+            0 to 2 and of the rest. One row for each microbatch, or one row for all of them.
         shared: streams that several ranks share.
     """
 
@@ -175,7 +175,7 @@ class Schedule:
         return item.microbatch * len(self.cuts) + item.slice
 
     def document(self, item: Pass) -> range:
-        """Return the numbers of all slices in the document to which a pass's slice belongs.
+        """Return the slices of the document to which a pass's slice belongs, within its microbatch.
 
         A slice attends to the keys and values of its own document only.
         """
@@ -184,7 +184,8 @@ class Schedule:
     def part(self, item: Pass) -> Part | None:
         """Return which part of its microbatch a pass computes; None for a whole microbatch.
 
-        A part is (slice, first slice of its document, slice after the document's last).
+        A part is (slice, first slice of its document, slice after the document's last): (1, 0, 3)
+        for slice 1 in a document of slices 0 to 2.
         """
         if item.slice is None:
             return None
@@ -205,7 +206,7 @@ class Schedule:
 
     @cached_property
     def _documents(self) -> list[list[range]]:
-        """Return [row of `documents`][slice]: the range of slices in the document of the slice."""
+        """Return, for each row of `documents`, [slice]: the range of slices of its document."""
         # Five slices with documents that begin at 0 and 3:
         #
         #     slice      0       1       2     |  3       4

@@ -64,8 +64,9 @@ class Entry:
             seconds.
         dominated: another schedule takes no longer and holds less, whatever passes cost.
         pairs: its table has overlapped pairs of a forward and a backward.
-        choices: if the best of several tables is taken under the costs, a function from (ranks,
-            microbatches) to (the tables, memory limit); else None.
+        choices: for a schedule that takes the fastest of several tables under the costs, such as
+            V-Half. It takes (ranks, microbatches) and returns (the tables, memory limit). None for
+            other schedules.
     """
 
     generate: Callable[..., Schedule]
@@ -81,7 +82,7 @@ class Entry:
 
     @property
     def grouped(self) -> bool:
-        """Return whether a user may choose the size of the groups of microbatches."""
+        """Return whether a user may choose how many microbatches run through a chunk as a group."""
         return GROUP_SIZE in inspect.signature(self.generate).parameters
 
     @property
@@ -333,7 +334,7 @@ def made(
     memory: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Return the unverified table of a schedule of the catalogue.
+    """Return the table of a schedule as `make` does, but do not verify it.
 
     Args:
         name: the table's name, also in errors.

@@ -138,7 +138,7 @@ class Placement:
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
     def needed(self, stage: int, need: Need) -> tuple[int, ...]:
-        """Return the stages whose results a pass of `stage` needs, for one of its needs.
+        """Return the stages that produce what `need` names, for a pass of `stage`.
 
         It is () if the need does not apply to this stage, see `Need.at`.
         """
@@ -148,7 +148,10 @@ class Placement:
         return self.meant(stage, need.where)
 
     def meant(self, stage: int, where: Where) -> tuple[int, ...]:
-        """Return the stages that `where` refers to, seen from `stage`."""
+        """Return the stages that `where` names for a pass of `stage`.
+
+        PREV names the stage before it.
+        """
         first = stage - self.position(stage)
         if where is Where.SHARES:
             return self.shares(stage)
@@ -173,9 +176,9 @@ class Placement:
     def shares(self, stage: int) -> tuple[int, ...]:
         """Return the stages that hold the shares of the vocabulary for one copy of the model.
 
-        It is the copy with `stage`. A rank's share is an equal part of the rows of embedding and
-        head, on the rank's first stage of that copy. The stages are in ascending order. The result
-        is () if the vocabulary is not shared over the ranks.
+        They are of the copy of the model that has `stage`. A rank's share is an equal part of the
+        rows of embedding and head, on the rank's first stage of that copy. The stages are in
+        ascending order. The result is () if the vocabulary is not shared over the ranks.
         """
         return self._shares[stage // self.chain]
 

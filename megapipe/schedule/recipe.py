@@ -53,7 +53,7 @@ _PLAIN = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 
 @dataclass(frozen=True)
 class Built:
-    """A table, together with the tables from which its last transforms made it.
+    """A finished table, with the tables that came before it on the way.
 
     Attributes:
         recipe: the recipe of the table.
@@ -70,9 +70,9 @@ class Built:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A description of how a table is made, with the parts in the order of their application.
+    """The settings from which a table of passes is made, in the order in which they are applied.
 
-    `build` makes the table. A plan needs costs between the steps, so it calls `chain`,
+    `build` makes the table. A plan computes new costs in between, so it calls `chain`,
     `with_pairs`, `with_ends` and `finish` in turn. `whole` also adds passes of the whole step.
     `problems` yields contradictions.
 
@@ -86,7 +86,7 @@ class Recipe:
         search: settings of the search, for an order that is searched.
         cuts: lengths of the slices of a microbatch; () for no slices.
         documents: slices that begin a document, as in `Schedule.documents`.
-        room_of_slices: limit on a rank's activation. Forwards of slices may come early up to it.
+        room_of_slices: limit on a rank's activation; up to it, forwards of slices may come early.
         pairs: True keeps the order's overlapped pairs, False separates them, a Pairing chooses
             anew.
         depths: the rank of each depth of multi-token prediction.
@@ -165,7 +165,7 @@ class Recipe:
         return with_replicas(table) if self.replicas else table
 
     def chain(self, terms: Terms) -> Schedule:
-        """Return the table of the order, before pairs are chosen and depths are added.
+        """Return the table that `order` names, before pairs are chosen and depths are added.
 
         A plan splits the layers by this table, and chooses pairs under the costs of that split.
         """
@@ -173,7 +173,7 @@ class Recipe:
         return unpaired(table) if self.pairs is False else table
 
     def with_pairs(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return `chain`, the result of `chain()`, with pairs if they are to be chosen.
+        """Return `chain`, the result of `chain()`, with pairs chosen if `pairs` is a Pairing.
 
         With depths of multi-token prediction `finish` chooses the pairs instead.
         """
@@ -276,8 +276,7 @@ class Recipe:
     def _left(self, table: Schedule, costs: Costs, terms: Terms) -> tuple[float, ...] | None:
         """Return the memory that each rank has for activations; None for no limit.
 
-        Gathered weights and full gradients are subtracted, as if held for the shortest possible
-        time.
+        The least memory that gathered weights and full gradients need is already subtracted.
         """
         room = terms.room(table)
         if room is None or self.sharding is None:
@@ -333,7 +332,7 @@ class Recipe:
         costs: Costs,
         room: tuple[float, ...] | None,
     ) -> Schedule:
-        """Return the first table, or the fastest one, with activations offloaded or recomputed."""
+        """Return the first table, or the fastest for "fits", with offload or recomputation."""
         plain, *_ = tables
         if asked.when == "needed":
             if room is None or plain.kinds & MOVES:
@@ -369,7 +368,7 @@ def _fitted(
 def _where_needed(
     asked: Offload, plain: Schedule, costs: Costs, room: tuple[float, ...]
 ) -> Schedule:
-    """Return `plain` if it fits `room`, else the fastest table with offload that fits, if any.
+    """Return `plain` if it fits `room` or no table does, else the fastest that fits with offload.
 
     With `asked.any_order`, a table more than 1% faster also replaces a `plain` that fits.
     """

@@ -24,7 +24,7 @@ def to_line(recipe: Recipe) -> str:
 
 
 def parts_line(recipe: Recipe) -> str:
-    """Return the flags of the commands `show` and `compare` for what a recipe adds to its order."""
+    """Return the flags of `show` and `compare` for depths, offload and other additions."""
     return shlex.join(_parts(recipe))
 
 

@@ -215,7 +215,7 @@ next."""
 
 
 def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
-    """Yield three rules by which a peer chooses between its own passes and those of the lost rank.
+    """Yield three rules by which a peer chooses between its own passes and passes of the lost rank.
 
     The rules are: by the time at which a pass would start without a loss, own passes first, the
     lost rank's passes first. The last two take less memory or less time for some tables.

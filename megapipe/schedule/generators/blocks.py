@@ -33,7 +33,7 @@ from megapipe.schedule.placement import vee
 def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
     """Return V-Half for p ranks: half of 1F1B's memory and about half of its bubble at F = B = W.
 
-    It holds (p+2)//2 times a rank's activations of one microbatch.
+    A rank holds the activations of (p+2)//2 microbatches.
 
     Args:
         costs: W (weight gradient) is put where a rank would wait under these costs; F and B keep
@@ -46,9 +46,9 @@ def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
 def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
     """Return V-Min for p ranks: a third of 1F1B's memory.
 
-    It holds (p+4)//3 times a rank's activations of one microbatch. Its order repeats a block of
-    passes for each microbatch. In the block each pass waits for the pass before it, so unequal
-    costs add up and make the table slow.
+    A rank holds the activations of (p+4)//3 microbatches. Its order repeats a block of passes for
+    each microbatch. In the block each pass waits for the pass before it, so unequal costs add up
+    and make the table slow.
 
     Args:
         costs: W (weight gradient) is put where a rank would wait under these costs; F and B keep
@@ -131,9 +131,9 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
     """Return each rank's steps: in each slot it runs the first pass of its block that can run.
 
     A slot is the time of one pass. Where neither F nor B can run, the rank runs a pending W. A
-    stage holds no more microbatches than in the repeated block. The stage going down leaves room
-    for one microbatch to the stage going up. So the oldest unfinished microbatch always fits, and
-    no rank deadlocks.
+    stage holds no more microbatches than in the repeated block. Of the memory for both stages, the
+    stage going down always leaves one microbatch to the stage going up. So the oldest unfinished
+    microbatch always fits, and no rank deadlocks.
 
     Args:
         blocks: the building block of each rank.

@@ -18,8 +18,9 @@ from megapipe.schedule.placement import mirror, vee
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """Return DualPipe: bubble (p/2-1)(F&B+B-2W) at F = B = W, with p+1 microbatches on a rank.
 
-    F&B is the time of a forward overlapped with a fused backward. There are two copies of the
-    parameters, and half of the microbatches run in each direction.
+    F&B is the time of a forward overlapped with a fused backward; B and W are an input and a weight
+    gradient alone. There are two copies of the parameters, and half of the microbatches run in each
+    direction.
 
     Raises: ScheduleError for an odd number of ranks or microbatches, or too few microbatches.
     """
@@ -51,8 +52,9 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """Return DualPipeV: bubble (p-1)/2 (F&B+B-2W) at F = B = W, with p+1/2 microbatches on a rank.
 
-    F&B is the time of a forward overlapped with a fused backward. There is one copy of the
-    parameters, and a rank sends twice the messages of DualPipe.
+    F&B is the time of a forward overlapped with a fused backward; B and W are an input and a weight
+    gradient alone. There is one copy of the parameters, and a rank sends twice the messages of
+    DualPipe.
 
     Raises: ScheduleError for too few microbatches.
     """
@@ -78,7 +80,7 @@ def _eight_sections(
         s0: the rank's stage for the microbatches that enter the pipeline on its side.
         s1: the rank's stage for microbatches that go in the opposite direction.
         fold: number of ranks that the microbatches of s0 visit in this direction.
-        depth: number of these ranks that they visit before this rank.
+        depth: how many of these `fold` ranks come before this rank.
         main: number of rounds of section 4, in which F and B overlap. It runs all remaining
             forwards of s0.
         first: {stage: number of its first microbatch}; 0 for a stage that is not in it.

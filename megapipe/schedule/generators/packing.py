@@ -136,8 +136,8 @@ class RankSlots:
 
     Args:
         passes: {slot: the pass in it}.
-        weights: whether there are W among the passes. Otherwise each free slot counts as one of the
-            pending W.
+        weights: whether there are W among the passes. If not, a W is assumed to run in each free
+            slot, as long as W are pending.
     """
 
     def __init__(self, passes: dict[int, Pass], weights: bool) -> None:
@@ -188,8 +188,8 @@ class RankSlots:
     def _after(self, first: int, last: int) -> list[tuple[int, int]]:
         """Return (microbatches held, W pending) after slot `first` and each later slot.
 
-        After slot `last`, the list ends as soon as such a pair equals the one that `states` has for
-        its slot.
+        After slot `last`, the list ends at the first slot whose entry equals its entry in `states`:
+        from there on nothing changes.
         """
         held, owed = self.states[first - 1] if first else (0, 0)
         states = []

@@ -33,7 +33,8 @@ def in_turns(
             through its next one.
         chunks: stages on each rank.
         ahead: number of forwards on the last rank before its first backward.
-        slope: each rank has this number of such forwards more than the next rank.
+        slope: number of warm-up forwards that each rank has more than the next rank. Rank r of p
+            has ahead + slope * (p-1-r) of them.
         lag: splits the backward into B and W. After a B, rank r runs its oldest W if more than lag
             * r W are pending. None keeps the backward fused.
     """

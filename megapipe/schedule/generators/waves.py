@@ -61,7 +61,8 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 4) -> Schedule:
 def _tiled(name: str, placement: Placement, microbatches: int, group: int) -> Schedule:
     """Return the table in which every rank runs its passes in the order of their time slots.
 
-    The module's docstring has the formula for the slot of each pass.
+    Stage s of n runs the forward of microbatch i of a group in slot s + 2i. It runs the backward in
+    slot 2n - 1 - s + 2i. The next group follows 2n slots later.
 
     Args:
         name: name of the table.

@@ -109,10 +109,10 @@ def measured_costs(
     Args:
         steps: [step][pipeline rank] measured passes.
         place: the placement of the stages.
-        counted: costs by the plan. They divide a fused backward into B and W if no split one ran,
-            and they give the memory.
-        cuts: lengths of the table's slices. A slice is scaled to a microbatch by its share of the
-            counted work.
+        counted: costs that the plan predicts. They give the memory, and divide a fused backward
+            into B and W if no split one ran.
+        cuts: lengths of the table's slices; () without slices. A slice with 1/4 of a microbatch's
+            time in `counted` counts 4 times.
         copies: [step][pipeline rank] measured copies to the host (O) and back (L), if there are
             any.
     """
@@ -233,12 +233,11 @@ def _copies(
 
 
 def _shares(took: Mapping[_At, list[float]], name: str) -> float:
-    """Return the median seconds of the passes whose time is the field `name` of `Costs`.
-
-    It is 0 if none ran.
+    """Return the median seconds of a kind of pass over all stages; 0 if none ran.
 
     Args:
         took: {(kind, position of the stage in the model): measured seconds}.
+        name: the field of `Costs` for the time of these passes, such as "s".
     """
     times = [x for (kind, _), row in took.items() if kind.traits.costs == name for x in row]
     return median(times or [0.0])

@@ -32,7 +32,9 @@ _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
 
 @dataclass(frozen=True)
 class Slice:
-    """A measured pass, in microseconds on the clock that all ranks share.
+    """A measured pass: one slice of time in the trace, not a slice of a sequence.
+
+    Times are in microseconds on the clock that all ranks share.
 
     `busy` is its duration without waits. `stream` says what it runs on: compute, collectives or
     copies.
@@ -221,8 +223,9 @@ def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
 def pipelines(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
     """Return the traces grouped into replicas of the pipeline, each in rank order.
 
-    A rank joins the first replica in which no other rank ran its passes. So ranks that ran the same
-    passes are in different replicas. Ranks without a complete step are left out.
+    Ranks that ran the same passes are in different replicas. If ranks 0 and 2 both ran stage 0,
+    rank 0 is in the first replica and rank 2 in the second. Ranks without a complete step are left
+    out.
     """
     groups: list[tuple[set[Pass], list[RankTrace]]] = []
     # Replicas of a pipeline run the same passes, and one pipeline runs each pass once. The ranks of

@@ -147,7 +147,7 @@ def search(
             4.
         costs: tuples with a value for each stage leave only placements with as many stages.
         memory: limit on activation, one for all ranks or one for each, in the unit of the costs.
-            None for the memory of 1F1B, p.
+            None for the memory of 1F1B: p microbatches on p ranks.
         objective: "makespan" if a barrier ends the step. If not, "period": the longest time from a
             rank's first start to its last end.
         effort: about the seconds to spend on one core; 40 finds what 4 may miss. The effort is
@@ -292,8 +292,8 @@ def limits(
     """Return the memory limit of each rank, in the unit of the costs.
 
     Args:
-        memory: one limit for all ranks, or one for each. None takes the memory of 1F1B: p
-            microbatches, on the rank where one microbatch takes most.
+        memory: one limit for all ranks, or one for each. None takes the memory of 1F1B: p times the
+            most that one microbatch takes on any rank.
     Raises: ScheduleError if the number of limits is not the number of ranks.
     """
     if isinstance(memory, tuple):

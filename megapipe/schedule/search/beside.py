@@ -75,7 +75,7 @@ class Beside:
 
         Returns None while the search runs.
 
-        Raises: ScheduleError if the search failed; its own error is on stderr.
+        Raises: ScheduleError if the search failed; the error of the other process is on stderr.
         """
         status = self._process.poll()
         if status is None:

@@ -68,7 +68,7 @@ class Entrant:
     spreads: tuple[float, ...]
 
     def improved(self, seconds: float, of: Spending, hot: float) -> Entrant:
-        """Return the entrant after annealing its schedule, several times for much effort.
+        """Return the entrant after annealing its schedule; for many seconds, several times in turn.
 
         Args:
             seconds: about the seconds to spend on one core.
@@ -180,8 +180,8 @@ def _bound(x: Problem) -> float:
 def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
     """Return schedules to begin with for a large table, from a search with few microbatches.
 
-    They are the results of that search and the catalogue's best schedule for few microbatches, both
-    with their middle repeated.
+    They are the results of that search, whose middle is repeated for the other microbatches. The
+    schedule of the catalogue that is best for few microbatches is one more.
 
     Args:
         full: the problem with all microbatches.
@@ -203,7 +203,7 @@ def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
 def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
     """Return schedules with which to begin: building blocks, repeated for all microbatches.
 
-    For many microbatches it is the result of a search with few, with its middle repeated.
+    For many microbatches they come from a search with few, whose middle is repeated.
 
     Args:
         full: the problem with all microbatches.

@@ -26,8 +26,9 @@ def searched(
 ) -> Iterator[Schedule]:
     """Yield tables that fit the memory limit once most activations are offloaded or recomputed.
 
-    They come from six searches. Each counts only a fraction of the memory that forwards leave. It
-    counts all memory that a pending W holds, because that is never offloaded.
+    They come from six searches. Each assumes that a fraction of the activations, such as 5%, stays
+    on the device (mem_b). It counts all memory of a pending W (mem_w), because that is never
+    offloaded.
 
     Args:
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.

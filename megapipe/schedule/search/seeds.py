@@ -37,7 +37,7 @@ def patterns(problem: Problem) -> list[tuple[Found, str]]:
 
     `problem` has the placement, costs and memory limits. The schedules come in two versions: with
     their own order of W (weight gradient), and with W put where ranks would wait. The best is
-    first. The name "" stands for one microbatch at a time.
+    first. The schedule that runs one microbatch at a time has the name "".
     """
     place = problem.placement
     found = []
@@ -84,8 +84,8 @@ class Rhythm:
     A *leg* is the forward or the backward of one chunk on all ranks, one after another.
 
     Attributes:
-        waits: for each leg, the wait from one of its passes to the next.
-        turns: for each leg, the wait from its last pass to the next leg.
+        waits: for each leg, how long its pass on one rank waits after its pass on the rank before.
+        turns: for each leg, how long the next leg waits after its last pass.
         period: time between two microbatches, as a multiple of a rank's work for one.
         groups: (for forwards, for backwards) how many microbatches go through one chunk before the
             next chunk begins. 1 lets each microbatch go through all chunks directly.
@@ -165,9 +165,9 @@ def deals(problem: Problem, tries: int, until: float, random: Random, keep: int 
 def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
     """Return schedules made from a schedule of fewer microbatches by repeating its middle.
 
-    Several places to cut and numbers of repeated microbatches are tried. One is the number of
-    ranks, which keeps groups of microbatches whole. With 2 microbatches before the middle and 1
-    repeated, four microbatches become six:
+    The middle has 1, 2 or p microbatches on p ranks; p keeps groups of microbatches whole. Several
+    places where it begins are tried. With 2 microbatches before the middle and 1 repeated, four
+    microbatches become six:
 
         0 1 2 3  ->  0 1 2 2' 2'' 3     2' is 2 one period later, 2'' two periods
 

@@ -29,15 +29,16 @@ def with_depths(
 ) -> Schedule:
     """Return the table of one step with depths of multi-token prediction, one after another.
 
-    The second copy of the model in DualPipe has its depths on the mirrored ranks. For each depth of
-    the model a rank holds at most one more microbatch, and one of each depth that is on it.
+    The second copy of the model in DualPipe has its depths on the mirrored ranks. With d depths,
+    the memory limit of a rank grows by d + 1 microbatches of each of its stages.
 
     Args:
         ranks: the rank of each depth, from depth 1.
         costs: the costs of the stages of the model's own chain, then of the depths.
         shared: takes the table with depths, and returns the passes of a vocabulary that all ranks
             share. They are added in the same simulation, because both delay the backward of the
-            loss: in two simulations, one after the other, the table is slower. None without them.
+            loss: in two simulations, one after the other, the table is slower. None if the
+            vocabulary is not shared.
     Raises: ScheduleError for a table with depths, slices, or other kinds of pass than F, B, W and
         BW. Also for a rank that does not exist.
     """

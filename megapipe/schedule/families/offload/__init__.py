@@ -18,8 +18,9 @@ class OffloadCosts:
     Attributes:
         o: time of copying the activations to the host.
         l: time of copying them back.
-        mem_o: the part of mem_b that is copied, mem_k first; None for all of it. A slice copies its
-            part without keys. The last slice of a document also copies the keys of all its slices.
+        mem_o: the part of mem_b that is copied; None for all of it. The keys and values (mem_k) are
+            copied before other activations. A slice copies its part without keys. The last slice of
+            a document also copies the keys of all its slices.
         mem_r: held in place of mem_b from a forward to its recomputation: the input. A slice also
             holds its keys, for later slices.
     """

@@ -15,10 +15,10 @@ class Offload:
 
     Attributes:
         when: "all" offloads every activation that can be back in time. "fits" holds, offloads or
-            recomputes each, whichever is fastest within the memory. "needed" is "fits" for a table
-            that does not fit the memory. Any other table stays unchanged, unless `any_order` finds
-            a faster one.
-        any_order: with "needed", also search other orders of the same stages.
+            recomputes each, whichever is fastest within the memory. "needed" does nothing for a
+            table that fits the memory, and the same as "fits" for another.
+        any_order: with "needed", also search other orders of the same stages. One of them may then
+            replace a table that fits, if it is faster.
         chunks: with "all", offload only for the first `chunks` stages of each rank; None for all.
         switch: with "all", the number of neighbouring ranks that share one connection to the host,
             such as a PCIe switch; None for no sharing.

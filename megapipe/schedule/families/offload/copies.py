@@ -46,11 +46,12 @@ def with_offload(
         share: the fraction of each stage's microbatches to copy. The ones held longest are taken,
             spread evenly among ones held equally long. A copy that would not return in time is left
             out.
-        chosen: copy these (stage, microbatch or slice), late or not, instead of a share.
+        chosen: copy these (stage, microbatch or slice) instead of a share, even if some return
+            late.
         stages: with a share, copy only for these stages; None for all.
         switches: groups of ranks that share one stream of copies in each direction. Copies on it
             run in the order of the simulated times.
-    Raises: ScheduleError for a table that has such passes, or a choice that it does not have.
+    Raises: ScheduleError for a table that has O or L, or lacks a forward in `chosen`.
     """
     _refuse(schedule, {Kind.O, Kind.L}, chosen)
     # All places follow from the clock without copies: copies in time leave it as it is.
@@ -80,7 +81,7 @@ def with_recompute(
         share: the fraction of each stage's microbatches to recompute. The ones held longest are
             taken.
         chosen: recompute these (stage, microbatch or slice) instead of a share.
-    Raises: ScheduleError for a table that has such passes, or a choice that it does not have.
+    Raises: ScheduleError for a table that has R, or lacks a forward in `chosen`.
     """
     _refuse(schedule, {Kind.R}, chosen)
     if chosen is None:

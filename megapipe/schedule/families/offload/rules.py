@@ -96,7 +96,6 @@ def _shared_problems(schedule: Schedule, shared: Shared, seen: Mapping[Pass, int
 
     Args:
         shared: the stream.
-        stream: the stream.
         seen: {pass: index of its step in its rank's row}.
     """
     rank_of = schedule.placement.rank_of

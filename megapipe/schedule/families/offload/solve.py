@@ -273,7 +273,7 @@ def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Ans
 
 
 def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, Verb]]:
-    """Return what to offload or recompute next on a rank over its memory limit, else [].
+    """Return what to offload or recompute next on a rank; [] if it is within its memory limit.
 
     The items are ((stage, microbatch or slice), offload or recompute). The candidates are the
     activations held when the limit is first exceeded. Offloads come before recomputations, and

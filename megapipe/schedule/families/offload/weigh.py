@@ -277,7 +277,7 @@ class _Places:
         return [x + left for x, left in enumerate(ends)]
 
     def durations(self) -> list[float]:
-        """Return the durations of the kinds in `_KINDS`: kind by kind, for each place."""
+        """Return, for each kind in `_KINDS` in turn, the durations of its passes at all places."""
         place = self.plain.placement
         duration = {part: costs.durations(place) for part, costs in self.by_part.items()}
         parts = [self.plain.part(f) for f in self.forwards]

@@ -30,9 +30,9 @@ class ReplicaCosts:
 def with_replicas(schedule: Schedule) -> Schedule:
     """Return a table of one step with P, a copy of the state of each stage to a peer.
 
-    P stands after V, the validation of an update, because an update may be undone before. Without V
-    it stands after the first forward, so that gathers of weights come before it on their common
-    stream.
+    P stands after V, which validates the last update, because V may still undo it. Without V it
+    stands after the first forward, so that gathers of weights come before it on the stream that
+    both use. Rows of two stages without V, then with V:
 
         A A | F P P F F F B W F B W ...        F F F F | V V P P | B W F B W ...
 

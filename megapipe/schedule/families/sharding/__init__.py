@@ -26,8 +26,9 @@ class ShardingCosts:
         mem_a: weights of a stage, from the start of their gather to their last use.
         mem_g: gradients of a stage, from the first pass that adds to them to the end of their
             reduction.
-        mem_lent: weights of the first stage that a later stage uses too, such as a tied head. They
-            are in memory while the first stage or the later one is gathered.
+        mem_lent: for a later stage that uses weights of the first stage, such as a tied head: the
+            size of these weights. They are in memory while the first stage or the later one is
+            gathered.
     """
 
     mem_a: PerStage = 0.0

@@ -24,7 +24,8 @@ class Stay:
     Attributes:
         stage: the number of the stage.
         first, last: indices in the row of the steps with its first and last use.
-        room: index of the step after which memory for it is free; -1 for the start of the row.
+        room: index of the step after which there is memory for them, because another stage was
+            dropped; -1 for the start of the row.
     """
 
     stage: int
@@ -41,8 +42,8 @@ def stays(uses: Sequence[set[int]], places: int, *, ahead: bool = False) -> list
     Args:
         uses: for each step of the row, the stages that it uses.
         places: number of stages that may be held at a time. A step that uses more holds more.
-        ahead: do not evict the stages that the step before used. Else the next gather would have to
-            wait for that step.
+        ahead: do not evict stages that the previous step used. A gather into their memory would
+            have to wait for the end of that step.
     """
     # The steps of each stage's future uses, the next one last.
     coming: dict[int, list[int]] = {}
@@ -95,7 +96,7 @@ def _farthest(
         there: {stage: its interval so far} for the stages that are held now.
         coming: {stage: indices of the steps that use it in future, the next one last}.
         used: stages that this step uses.
-        recent: stages that an earlier step used. They are evicted only if there is no other.
+        recent: stages that the previous step used. They are evicted only if there is no other.
     """
     candidates = [stage for stage in there if stage not in used]
     candidates = [stage for stage in candidates if stage not in recent] or candidates

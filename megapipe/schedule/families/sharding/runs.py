@@ -138,8 +138,8 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
 
     Where.RUN is for needs that follow from gathers and reductions. A reader of weights needs its
     gather. A reduction needs the passes whose gradients it sums. A pass that begins a gradient
-    needs the last reduction of its stage, and all reductions of the rank but the last. So at most
-    one full gradient is being summed while others grow.
+    needs the reduction before the latest one of the rank. It also needs the latest one if that is
+    of its own stage. So a rank never has two reductions in progress while gradients grow.
     """
     found: dict[tuple[Pass, Made], tuple[Pass, ...]] = {}
     if schedule.kinds.isdisjoint(SHARDS):

@@ -45,12 +45,12 @@ class Living(NamedTuple):
     """A choice of how many stages of a rank have full weights and full gradients at a time.
 
     Attributes:
-        weights: number of stages with full weights; 0 never drops weights. An overlapped pair of
-            two stages may need more.
-        gradients: number of stages with full gradients, without the stage whose gradients are being
-            reduced.
-        ahead: whether one of the `weights` places is for the next stage, so that its gather runs
-            early.
+        weights: number of stages with full weights; 0 never drops weights. With 1, an overlapped
+            pair of two stages still holds both.
+        gradients: number of stages with full gradients. A stage whose gradients are being reduced
+            does not count.
+        ahead: whether one of the `weights` stages is the next one to be used, so that its gather
+            runs early.
     """
 
     weights: int
@@ -94,10 +94,10 @@ def sharded_within(
     """Return the fastest table with shards whose ranks keep to their memory limits.
 
     Times within a hundredth count as equal. Among equals, the table that reduces gradients least
-    often is taken. With one reduction for each stage it trains bitwise as a table that never drops
-    weights. Next comes the table that offloads and recomputes the fewest activations, then the one
-    with the least memory. All choices are simulated on all ranks. Then each rank takes the best
-    choice that fits it.
+    often is taken. A table with one reduction for each stage trains bitwise like a table that never
+    drops weights. Next comes the table that offloads and recomputes the fewest activations, then
+    the one with the least memory. Candidates are tables with one choice for all ranks. In one more
+    table each rank has the best choice that fits its own limit.
 
     Args:
         memory: the limit of all ranks, or one for each, in the unit of the costs; inf for none.
@@ -177,8 +177,8 @@ def _moved_tables(
 def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
     """Return the most memory of full weights and gradients that each rank can hold at once.
 
-    It is the memory of the largest stages that `way` allows at a time, and of one more gradient,
-    which is being reduced. The rank's shards are not counted.
+    If `way` allows two stages at a time, it is the memory of the two largest. One more gradient,
+    which is being reduced, is added. The rank's shards are not counted.
 
     Args:
         way: number of stages with full weights and gradients at a time.
@@ -213,7 +213,8 @@ def _largest(
         own: the stages of the rank.
         sizes: memory of each stage's weights.
         first: {the model's first stage} if the rank has it and `borrow` is not empty; else {}.
-        borrow: stages that also use the first stage's weights, so that these count with them.
+        borrow: stages that also use the first stage's weights. With such a stage the first stage's
+            weights are in memory too.
     """
 
     def most(stages: Iterable[int], count: int) -> float:
@@ -251,7 +252,7 @@ class _Played:
 
         It is (makespan, number of reductions, number of activations that are offloaded or
         recomputed, memory, makespan). The first entry is `best` for a table that is at most a
-        hundredth slower.
+        hundredth slower. Then the other entries decide, and the makespan itself comes last.
 
         Args:
             best: the makespan of the fastest table.

@@ -20,8 +20,9 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
 
     A rank reduces its stages in the order in which their gradients are complete in simulated time.
     Replicas of a stage are complete together. Two ranks that hold replicas of the same stages
-    therefore reduce these stages in one order. G follows the passes that its rank starts before the
-    stage's replicas are done, because these replicas may wait for such a pass.
+    therefore reduce these stages in one order. A rank runs G only when the stage's gradients are
+    complete on all ranks with a replica. Passes that start earlier stand before G, because another
+    replica may wait for their results.
 
     Raises: ScheduleError if the schedule cannot proceed, or has G.
     """

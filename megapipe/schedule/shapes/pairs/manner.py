@@ -27,8 +27,8 @@ class Manner:
         backwards: whether two B run together if no F is ready.
         weights: whether an F runs together with a pending W if no B is ready.
         keep: this number of pending W waits for a partner, as long as no F lacks memory.
-        spare: for each rank, the memory that it leaves free below its limit, in microbatches of a
-            stage; () for 0.
+        spare: for each rank, how many activations of one stage and microbatch it leaves free below
+            its memory limit; () for 0.
     """
 
     wait: float

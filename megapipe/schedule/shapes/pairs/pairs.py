@@ -45,7 +45,7 @@ def pairs(
     table, because pairs need longer warm-ups.
 
     Args:
-        schedule: the table without these pairs.
+        schedule: the table; pairs that it has already are separated and chosen anew.
         memory: limit on a rank's activation, in the unit of the costs. None takes as much as longer
             warm-ups need, or as the table holds if that is more.
         split: split a backward that is not in a pair into B and W, even if the table has it fused.
@@ -79,8 +79,8 @@ def pairs(
 def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
     """Return the activation that each rank holds while it runs one overlapped pair after another.
 
-    It is in the unit of the costs. The rank has one pair for each of its stages and each
-    microbatch. So a microbatch advances by one stage in the time of a pair.
+    It is in the unit of the costs. In the steady state a rank runs pairs of its stages in turn. A
+    microbatch advances by one stage in the time of a pair.
     """
     place = schedule.placement
     held = costs.memory(place).b

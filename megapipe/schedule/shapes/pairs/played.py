@@ -47,9 +47,9 @@ def compiled_play(
 ) -> Callable[[Manner], tuple[float, Callable[[], Rows]] | None] | None:
     """Return a function that simulates the table in C, with pairs chosen by a policy.
 
-    It takes a Manner, the policy by which ranks choose among ready passes. It returns (makespan,
-    function that returns each rank's steps), or None if ranks deadlock. Call the inner function
-    before the next simulation.
+    The function takes a Manner, the policy by which ranks choose among ready passes. It returns
+    (makespan, rows), or None if ranks deadlock. `rows()` returns each rank's steps; call it before
+    the next simulation.
 
     Args:
         limits: limit on each rank's activation, in the unit of the costs.

@@ -30,8 +30,8 @@ def best_play(
     """Return (makespan, table) of the best policy for choosing overlapped pairs.
 
     Returns None if ranks deadlock with every policy. A policy (`Manner`) says how ranks choose
-    among passes that have their inputs. A grid of policies is tried, then random changes of one
-    that is about as good as the best.
+    among passes that have their inputs. A grid of policies is tried first. Then policies near the
+    best are changed at random.
 
     Args:
         schedule: the table without pairs.
@@ -234,18 +234,20 @@ class Play:
         return (alone,)
 
     def _owed(self, b: Pass) -> float:
-        """Return how much more memory a pending W holds than its backward frees.
+        """Return how much memory grows if the backward `b` runs and its W stays pending.
 
         It is positive if the backward `b` recomputes activations.
         """
         return self.owes[b.stage] - self.held[b.stage]
 
     def _kind(self, row: _Row, owed: float) -> Kind:
-        """Return the kind of a backward that runs without a forward: B, or BW if it is not split.
+        """Return the kind of a backward that runs without a forward: B, or BW.
+
+        It is B if backwards are split and the memory suffices for a pending W.
 
         Args:
             row: the rank's state.
-            owed: how much more memory its pending W would hold than the backward frees.
+            owed: how much the memory grows if the backward runs and its W stays pending.
         """
         # Where activations are recomputed, a deferred W holds more than its backward frees. When
         # only forwards were asked whether they fit, a plan held 72.0 GiB where 67.6 were allowed.
