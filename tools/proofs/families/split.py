@@ -68,7 +68,9 @@ def layout_of(name: str, model: ModelConfig, draw: random.Random) -> Layout:
         # Experts want it.
         settings["sequence_parallel"] = model.has_experts or draw.random() < 0.5
     if name == "cp":
-        settings["cp_comm_type"] = (draw.choice(["p2p", "all_gather", "a2a"]),)
+        # A gated delta net exchanges heads alone.
+        ways = ["a2a"] if model.has_delta else ["p2p", "all_gather", "a2a"]
+        settings["cp_comm_type"] = (draw.choice(ways),)
     if name == "ep":
         settings["moe_token_dispatcher_type"] = draw.choice(["allgather", "alltoall"])
     microbatches = SAMPLES // 2 if name == "ep" else SAMPLES
