@@ -45,7 +45,7 @@ class GatedConv(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer: x + conv(norm(x)) + mlp(norm(x)), in parallel as in GPT-J."""
+    """A layer with parallel branches, as in GPT-J: x + conv(norm(x)) + mlp(norm(x)) for input x."""
 
     def __init__(self, config: ModelConfig, tp: Axis, number: int) -> None:
         super().__init__()

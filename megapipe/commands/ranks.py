@@ -24,8 +24,8 @@ def run_ranks(
         size: the number of processes.
         work: a function whose result can be pickled.
         given: the arguments of `work`, the same for every rank.
-        preload: modules that are imported once, by a server that forks the ranks. If empty, this
-            process forks them.
+        preload: modules that a new server process imports before it forks the ranks. If empty, this
+            process forks the ranks itself.
     Raises: SystemExit if a rank fails.
     """
     context: Any = multiprocessing.get_context("forkserver" if preload else "fork")

@@ -35,14 +35,14 @@ COMMANDS = {
 
 
 class Row:
-    """A flag, or a word without a flag such as the name of a schedule.
+    """An argument of the command line: a flag such as --pp, or a positional such as NAME.
 
     Attributes:
-        name: the flag with its dashes, or the name of the word.
-        read: a function that returns the value of a word; None for a flag without a value.
-        shown: what stands for the value in --help.
+        name: the flag with its dashes, or the name of the positional.
+        read: a function that converts the text of a value; None for a flag without a value.
+        shown: the placeholder of the value in --help, such as "N".
         help: the sentence of --help.
-        of: the commands that take it.
+        of: the commands that take the argument: "show", "compare" or both.
         more: further arguments of argparse's `add_argument`.
     """
 
@@ -64,7 +64,7 @@ class Row:
         self.more = more
 
     def value(self, text: str) -> object:
-        """Return the value of a word; argparse reports a wrong one with the name of the flag."""
+        """Return the converted text of a value; argparse reports a wrong one with the flag."""
         assert self.read is not None
         try:
             return self.read(text)
@@ -346,7 +346,7 @@ def parsed(argv: Sequence[str], about: str | None) -> argparse.Namespace:
 
 
 def _fill(parser: argparse.ArgumentParser, command: str) -> None:
-    """Give the parser of a command its rows of the table."""
+    """Add the arguments that a command takes to its parser."""
     own = {one.name for one in TABLE if command in one.of}
     for one in TABLE:
         kind: dict[str, Any] = {"action": "store_true"}

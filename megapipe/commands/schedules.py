@@ -57,10 +57,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _priced(costs: Costs, share: float | None) -> Costs:
-    """Return the costs with a fraction of the passes' time as communication, by --comm-share.
+    """Return the costs in which a fraction of each pass is communication, by --comm-share.
 
     Args:
-        share: the value of the flag; None leaves the costs unchanged.
+        share: the fraction, such as 0.3; None leaves the costs unchanged.
     """
     if share is None:
         return costs
@@ -68,12 +68,12 @@ def _priced(costs: Costs, share: float | None) -> Costs:
 
 
 def _attending(costs: Costs, args: Namespace, names: Sequence[str]) -> Costs:
-    """Return the costs with attention's fraction of each pass, by --attention-share.
+    """Return the costs with the fraction of each pass that attention takes, by --attention-share.
 
     Args:
-        names: the schedules of the command. A file among them may already be cut in slices, and
-            then takes --attention-share without --slices.
-    Raises: ScheduleError for a flag of slices without slices.
+        names: the schedules to show or compare. If one is a file whose microbatches are cut in
+            slices, --attention-share needs no --slices.
+    Raises: ScheduleError for --cuts, --documents or --attention-share without slices.
     """
     sliced_files = False
     if args.attention_share:
@@ -149,9 +149,9 @@ def _write_table(table: Schedule, shown: Schedule, line: str, args: Namespace) -
     """Write the files of the table that flags of `show` name; a figure is written elsewhere.
 
     Args:
-        table: the schedule of one training step, for files that a run reads.
-        shown: the schedule of the steps to draw.
-        line: the recipe as text, for the .json.
+        table: the schedule of one training step, for .json and .csv files, which a run reads.
+        shown: the schedule to draw in other files, which may be of several steps.
+        line: a note for the .json file: from what settings the table was made.
     Returns: whether a file was printed to stdout instead of a drawing.
     """
     files: list[tuple[Path | None, Callable[[], str]]] = [
@@ -250,7 +250,10 @@ def run_compare(args: Namespace) -> int:
 def _refuse_with_pairs(args: Namespace, parts: Recipe, figure: Files) -> None:
     """Refuse the flags of `compare` that do not go with --pairs.
 
-    Raises: ScheduleError for slices, for other parts of a recipe, or for files of a figure.
+    Args:
+        parts: the passes that other flags add, such as --vocabulary.
+        figure: the files of a figure that flags name.
+    Raises: ScheduleError for --slices, for a flag that adds passes, or for a figure or --csv.
     """
     if args.slices:
         raise ScheduleError(
@@ -285,7 +288,7 @@ def _print_points(points: Sequence[Comparison]) -> None:
 
 
 def _print_idle(args: Namespace, names: Sequence[str]) -> None:
-    """Print a line for --effort and for --comm-share if they are given without effect.
+    """Print a line for each of --effort and --comm-share that changes nothing for these schedules.
 
     Args:
         names: the schedules of the command.
@@ -303,7 +306,7 @@ def _print_idle(args: Namespace, names: Sequence[str]) -> None:
 
 
 def _may_pair(name: str) -> bool:
-    """Return whether a schedule can run two passes together; True for a file."""
+    """Return whether a schedule may run two passes together as a pair; True for any file."""
     if is_file(name):
         return True
     if entry_of(name).searched:

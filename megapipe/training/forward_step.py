@@ -13,7 +13,7 @@ from megapipe.data.loader import Batch
 
 
 def get_batch(data_iterator: Iterator[Batch] | None) -> Batch | None:
-    """Return the next microbatch of the iterator; None on a stage without one, which reads none."""
+    """Return the next microbatch; None without an iterator, as on a stage that reads no data."""
     return None if data_iterator is None else next(data_iterator)
 
 

@@ -33,22 +33,23 @@ class Asked:
 
     An axis is a property that the search chooses, such as tp, pp or schedule.
 
-    `allows` and `allows_schedule` say whether a plan is within them. `numbers` returns the values
-    that an axis may have.
+    `allows` and `allows_schedule` say whether a plan respects the restrictions. `numbers` returns
+    the values that an axis may have.
 
     Attributes:
-        among: the values of an axis that are allowed; an axis that is missing has any.
-        without: schedules and parts that are left out, such as "recompute".
+        among: {axis: allowed values}, such as {"tp": {"2", "4"}}. An axis that is not a key may
+            have any value.
+        without: the words of --without: names of schedules, and words of PARTS such as "recompute".
     """
 
     among: Mapping[str, frozenset[str]] = field(default_factory=dict)
     without: frozenset[str] = frozenset()
 
     def allows(self, **chosen: object) -> bool:
-        """Return whether a plan may have these values.
+        """Return whether a plan may have these values, for example `allows(tp=2, sharding=True)`.
 
         Args:
-            chosen: the value of each axis, by the name of the axis.
+            chosen: the value of each axis that the plan has chosen.
         """
         if "sharding" in self.without and chosen.get("sharding"):
             return False
@@ -61,7 +62,7 @@ class Asked:
         )
 
     def numbers(self, axis: str) -> list[int]:
-        """Return the values of an axis with numbers that are allowed; none if it may have any."""
+        """Return the allowed values of an axis such as tp; an empty list if all are allowed."""
         return sorted(map(int, self.among.get(axis, ())))
 
     def allows_schedule(self, name: str) -> bool:

@@ -17,14 +17,16 @@ from megapipe.schedule import SCHEDULES
 
 
 class Least(NamedTuple):
-    """A lower bound of the time of a cell: a layout with its recomputation.
+    """Lower bounds of the step time of a cell: a choice of parallel sizes and recomputation.
 
     `work` returns the bound under a schedule.
 
     Attributes:
-        step: seconds of the passes of all microbatches on a rank, and of its gradient sums.
-        paired: the same where passes run in pairs, which may hide all communication.
-        forward, backward, weights: seconds of one microbatch's F, B and W in the whole model.
+        step: seconds of a rank's passes for all microbatches, and of its gradient reduction.
+        paired: the same, if passes run in pairs, so that one may hide the communication of the
+            other.
+        forward, backward, weights: seconds of one microbatch in the whole model: of the forward,
+            the backward of inputs, and the backward of weights.
     """
 
     step: float
@@ -48,11 +50,11 @@ class Least(NamedTuple):
 
 @dataclass
 class Counted:
-    """Counts the FLOPs and bytes of a model's layers, once for all cells that share them.
+    """Counts the FLOPs and bytes of a model's layers, once for all cells with equal counts.
 
-    A cell is a layout with its recomputation.
+    A cell is a choice of parallel sizes and recomputation, without a schedule.
 
-    `pieces` returns the work of a cell's layers, `least` a lower bound of its time.
+    `pieces` returns the work of a cell's layers, `least` a lower bound of its step time.
 
     Attributes:
         known: the counts so far, by the settings on which they depend.
@@ -118,7 +120,7 @@ class Counted:
 def fill(least: Least, ranks: int, name: str, chunks: int | None) -> float:
     """Return the seconds in which a rank waits while the pipeline fills and drains.
 
-    The last rank waits for its first microbatch, the first ranks for their last gradient.
+    At the start later ranks wait for their first microbatch, at the end for the last gradients.
 
     Args:
         least: the times of one microbatch.

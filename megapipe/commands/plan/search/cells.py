@@ -44,10 +44,12 @@ def cell_of(
     *,
     shards: bool = False,
 ) -> Config:
-    """Return the configuration of a cell: of a layout with its recomputation, under 1F1B.
+    """Return the configuration of a cell, a choice of parallel sizes and recomputation.
+
+    Its schedule is 1F1B, until a plan is made with another one.
 
     Args:
-        config: the user's; its layout and recomputation are replaced.
+        config: the user's configuration, whose parallel sizes and recomputation are replaced.
         gpus: the number of processes.
         layout: (tp, cp, pp, micro batch size, ep, etp).
         recompute: the value of --recompute-granularity; None for no recomputation.
@@ -102,8 +104,8 @@ def expert_grids(
 ) -> list[tuple[int, int]]:
     """Return each (ep, etp) to try for the experts of a stage.
 
-    ep is the number of ranks of expert parallelism, and etp of ranks that split each expert.
-    Experts are either split over tensor parallelism like an MLP, or each rank has some entirely.
+    ep is the size of expert parallelism, and etp the number of ranks that split each expert. The
+    first is (1, tp), as for an MLP. Then come ep > 1 with etp = 1, or with the etp in `widths`.
 
     Args:
         tp: the tensor-parallel size of the other layers.
@@ -132,9 +134,9 @@ def is_refused(cell: Config, vocab: int) -> bool:
 
 
 def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
-    """Return (schedule, chunks) of the catalogue that may be the best for a cell.
+    """Return each (schedule, chunks) that may be the best for a cell, such as ("interleaved", 2).
 
-    chunks is the number of stages on each rank; None where the schedule leaves no choice.
+    chunks is the number of stages on each rank; None if the schedule prescribes it, as 1f1b does.
     """
     ranks = cell.parallel.pipeline_model_parallel_size
     if cell.parallel.use_megatron_fsdp:
@@ -160,9 +162,9 @@ def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
 
 
 def is_movable(cell: Config) -> bool:
-    """Return whether a search may offload or recompute single activations under this schedule.
+    """Return whether a search may offload or recompute single activations under a cell's schedule.
 
-    Such a table has one copy of the model and more than one stage.
+    The schedule must have one copy of the model, more than one stage, and no passes run as pairs.
 
     Args:
         cell: a configuration with its schedule.
@@ -178,7 +180,7 @@ def under(cell: Config, name: str, chunks: int | None) -> Config:
 
     Args:
         name: the schedule's name.
-        chunks: stages on each rank; None if the schedule leaves no choice.
+        chunks: stages on each rank; None if the schedule prescribes it.
     """
     ranks = cell.parallel.pipeline_model_parallel_size
     par = replace(
@@ -191,9 +193,10 @@ def under(cell: Config, name: str, chunks: int | None) -> Config:
 
 
 def _split(config: Config, name: str, ranks: int, chunks: int | None) -> str | None:
-    """Return the layout string of a split that is as even as possible; None if it is even.
+    """Return a --pipeline-model-parallel-layout that divides layers as evenly as possible.
 
-    Without a layout a run refuses layers that do not divide, such as DeepSeek-V3's 61.
+    None if all stages get equally many: a run then needs no layout. Without one it refuses layers
+    that do not divide, such as DeepSeek-V3's 61.
 
     Args:
         name: the schedule's name.
@@ -210,9 +213,10 @@ def _split(config: Config, name: str, ranks: int, chunks: int | None) -> str | N
 
 
 def short(config: Config, turns: int) -> Config:
-    """Return the configuration with about 2p x `turns` microbatches, if it has more.
+    """Return the configuration with a smaller batch, whose step is simulated sooner.
 
-    p is the number of pipeline ranks. The remainder by 2p stays, as some schedules need a multiple.
+    m microbatches become 2p x `turns` + m % 2p, for p pipeline ranks, if m is above 2p x `turns`.
+    The remainder stays, as some schedules need a multiple of 2p.
     """
     share = config.batch.micro_batch * config.data_parallel_size
     twice = 2 * config.parallel.pipeline_model_parallel_size

@@ -20,12 +20,12 @@ _TRIES = 12
 
 
 def as_run(config: Config, device: Device, memory: float, *, moves: bool) -> Timed:
-    """Return a plan with the table, the split and the peak that a run with these flags has.
+    """Return the plan that a run with these flags makes, with the times of its step.
 
     Args:
         memory: bytes of a device.
-        moves: offload or recompute single activations until it fits.
-    Raises: ConfigError, ScheduleError if it does not fit.
+        moves: whether single activations are offloaded or recomputed until the plan fits.
+    Raises: ConfigError, ScheduleError if the plan does not fit.
     """
     limit = memory
     for _ in range(_TRIES):
@@ -52,13 +52,13 @@ def of_run(config: Config, device: Device) -> Timed:
 
 
 def any_order(config: Config, device: Device, memory: float) -> Timed:
-    """Return the plan of these flags with the schedule that zb-auto finds, and its step time.
+    """Return the plan of these flags under a schedule that zb-auto searches, with its step time.
 
-    Single activations are offloaded or recomputed if it does not fit.
+    If the plan does not fit, single activations are offloaded or recomputed.
 
     Args:
         memory: bytes of a device.
-    Raises: ConfigError, ScheduleError if it does not fit in any way.
+    Raises: ConfigError, ScheduleError if the plan does not fit even then.
     """
     return as_run(under(config, SEARCHES, None), device, memory, moves=True)
 
@@ -73,9 +73,10 @@ def limited(config: Config, memory: float) -> Config:
 
 
 def _knows_links(config: Config, device: Device) -> Config:
-    """Return the configuration with the device's time of a gather, in FLOPs for each byte.
+    """Return the configuration with data_parallel_flops_per_byte of this device.
 
-    How long gathered weights live depends on memory and on this time, so a run must know both.
+    It says how many FLOPs the device computes while a gather brings one byte. A run with sharded
+    weights decides by it, and by its memory, how long it keeps gathered weights.
     """
     gathered = 1e12
     seconds = ring(device, gathered, config.weight_replicas, replicas(config))

@@ -19,9 +19,10 @@ _TRIES = 60
 def usual(asked: Asked) -> Asked | None:
     """Return the user's restrictions, narrowed to usual plans.
 
-    A usual plan has 1F1B and one sequence in a microbatch, without recomputation and shards.
+    A usual plan has 1F1B and one sequence in a microbatch, and neither recomputes nor shards
+    weights.
 
-    Returns: None if the restrictions allow no such plan."""
+    Returns: None if the user's restrictions exclude all usual plans."""
     allowed = {
         axis: asked.among.get(axis, frozenset([value])) & {value} for axis, value in _USUAL.items()
     }
@@ -34,9 +35,9 @@ def first_that_fits(candidates: Iterable[Candidate], screen: Screen) -> Sketch |
     """Return the first plan that fits; None if the first plans do not.
 
     Args:
-        candidates: plans under the restrictions of `usual`, best as a generator, so that no more
-            of them are made than are tried.
-        screen: judges them.
+        candidates: plans under the restrictions of `usual`. A generator makes only as many as are
+            tried.
+        screen: decides whether a plan fits.
     """
     for candidate in islice(candidates, _TRIES):
         judged = screen.judge(candidate, inf)

@@ -24,21 +24,21 @@ OF_KIND = 4
 
 
 class Limits(NamedTuple):
-    """The seconds that a step must not exceed to be of interest.
+    """The seconds above which a plan's step will not be reported, for each layout and kind.
 
-    Plans are compared within a layout, and within a kind: whether weights are sharded, and whether
-    there is a pipeline.
+    A kind is (whether weights are sharded, whether there is a pipeline). The search keeps the best
+    plan of a layout, and the best OF_KIND layouts of a kind.
 
     Attributes:
-        steps: the best step of each layout, by kind.
-        last: the step of the last layout that is kept of a kind, once there are enough.
+        steps: {kind: {layout: its best step so far}}.
+        last: {kind: the step of the last layout that is kept}; only kinds with enough layouts.
     """
 
     steps: dict[Kind, dict[Layout, float]]
     last: dict[Kind, float]
 
     def of(self, layout: Layout, kind: Kind) -> float:
-        """Return the seconds that a step of this layout and kind must not exceed."""
+        """Return the seconds above which a step of this layout and kind will not be reported."""
         known = self.steps.get(kind, {}).get(layout, inf)
         return min(known, self.last.get(kind, inf))
 
@@ -47,19 +47,19 @@ class Limits(NamedTuple):
 class Search:
     """The results of a search so far.
 
-    Plans have three keys: layout; kind, which says whether weights are sharded and whether there is
-    a pipeline; and whether single activations are offloaded or recomputed.
+    A plan's key is (layout, kind, whether single activations are offloaded or recomputed). The kind
+    is (whether weights are sharded, whether there is a pipeline). One plan is kept for each key.
 
     `note` stores the result of a candidate, `keep` a plan that fits, `take` a finished plan.
-    `fastest` is the best step so far, and `limits` are the steps that would still be of interest.
+    `fastest` is the best step so far, and `limits` are the steps that would still be reported.
 
     Attributes:
-        sketches: the plan of the best step by its key. Steps are extrapolated from short batches.
-        best: the plans of the report by their keys, as a run makes them.
+        sketches: {key: fastest plan}, where steps are extrapolated from short batches.
+        best: {key: fastest plan} for the report, computed like the plan of a run.
         plain: the best plan that neither offloads nor recomputes single activations.
         tight: plans that need too much memory, to be tried again with single activations offloaded
             or recomputed.
-        lost: the number of plans that are out, by reason.
+        lost: {reason: number of plans that were rejected for it}.
         stopped: the user ended the search before its end.
     """
 
@@ -77,7 +77,7 @@ class Search:
 
     @property
     def limits(self) -> Limits:
-        """Return the seconds that a step must not exceed to be of interest, by layout and kind."""
+        """Return, by layout and kind, the seconds above which a step will not be reported."""
         steps: dict[Kind, dict[Layout, float]] = {}
         for x in self.sketches.values():
             of_kind = steps.setdefault(x.kind, {})
@@ -89,11 +89,11 @@ class Search:
         return Limits(steps, last)
 
     def note(self, candidate: Candidate, answer: Sketch | Out) -> None:
-        """Store the result of a candidate: a plan that fits, or why it is out.
+        """Store the result of a candidate.
 
         Args:
             candidate: the plan that was tried.
-            answer: the plan if it fits, or why it is out.
+            answer: the plan with its step if it fits, or why it was rejected.
         """
         if isinstance(answer, Out):
             if answer.movable and answer.step is not None:
@@ -104,7 +104,7 @@ class Search:
             self.keep(answer)
 
     def keep(self, sketch: Sketch) -> None:
-        """Store a plan that fits if it is the best of its layout and kind.
+        """Store a plan that fits, unless a faster one with the same key is stored.
 
         Args:
             sketch: the plan.

@@ -32,24 +32,25 @@ Tell = Callable[[int, int, "float | None"], None]
 
 @dataclass
 class Learned:
-    """Predicts the step of a plan from similar plans, as a multiple of its pure work.
+    """Predicts the step of a plan from similar plans, as a multiple of its work.
 
-    The rest of a step is the time to fill the pipeline and gathers that are not hidden. It depends
-    on the schedule, the pipeline ranks and the number of microbatches, and little on how layers are
-    split. So a plan is expected to have the smallest ratio seen among plans with the same three.
+    The work is a rank's compute time. The step is longer, as the pipeline has to fill and some
+    gathers are not hidden. The ratio of the two depends mostly on the schedule, the pipeline ranks
+    and the number of microbatches. So a plan is expected to have the smallest ratio that was seen
+    among similar plans: those properties are the plan's `key`.
 
-    `note` remembers the ratio of a plan. `expected` returns the step of a plan with the same `key`.
+    `note` remembers the ratio of a plan. `expected` predicts the step of another plan.
 
     Attributes:
-        cells: the layouts with their recomputation, to which candidates refer by number.
-        ratios: the smallest ratio of step to work, by `key`.
+        cells: all choices of parallel sizes and recomputation; `Candidate.cell` is an index here.
+        ratios: {key: smallest ratio of step to work}.
     """
 
     cells: list[Config]
     ratios: dict[Any, float] = field(default_factory=dict)
 
     def key(self, x: Candidate) -> tuple[Any, ...]:
-        """Return the properties that a plan has in common with similar ones, as a tuple."""
+        """Return a tuple that is equal for similar plans, such as plans of the same schedule."""
         cell = self.cells[x.cell]
         ranks = cell.parallel.pipeline_model_parallel_size
         shared = (kind_of(cell), ranks, cell.num_microbatches, x.schedule, x.chunks, x.moves)
@@ -60,14 +61,15 @@ class Learned:
         return (*shared, tp, cp, ep, etp)
 
     def expected(self, x: Candidate) -> float:
-        """Return the least seconds that a step of the plan should take."""
+        """Return the seconds that a step of the plan will take at least, by similar plans."""
         return max(x.least, x.work * self.ratios.get(self.key(x), 0.0))
 
     def note(self, x: Candidate, answer: Sketch | Out) -> None:
         """Remember a plan's ratio of step time to work, to estimate similar plans by it.
 
         Args:
-            answer: the plan with its step, or why it is out.
+            x: the plan that was tried.
+            answer: the plan with its step, or why it was rejected. Both may have a step.
         """
         if answer.step is not None:
             key = self.key(x)
@@ -83,8 +85,8 @@ class Judging:
 
     Attributes:
         found: gets the results.
-        workers: the processes.
-        cells: the layouts with their recomputation, to which candidates refer by number.
+        workers: the processes that judge.
+        cells: all choices of parallel sizes and recomputation; `Candidate.cell` is an index here.
         tell: called with (plans so far, all plans, seconds of the best step or None).
         learned: predicts steps from similar plans.
         keys: layout and kind of each cell.
@@ -119,12 +121,12 @@ class Judging:
         self._rounds(sorted(others, key=self.learned.expected), among, before + len(first))
 
     def _rounds(self, candidates: list[Candidate], among: int, before: int) -> None:
-        """Judge candidates some at a time. Leave out each one whose step cannot be of interest.
+        """Judge candidates some at a time. Skip each one that is expected to be too slow to report.
 
-        The first rounds are short: once a good plan is known most others need not be looked at.
+        The first rounds are short: once a good plan is known, most others are skipped.
 
         Args:
-            among: the number of all candidates, for the progress.
+            among: the number of all candidates of the search, for the progress.
             before: the number of candidates that were judged earlier.
         """
         waiting: list[Candidate] = []

@@ -69,8 +69,8 @@ class Yours:
 def best_of(found: Search) -> list[Timed]:
     """Return about ten plans, fastest first: the best of each kind, the lean ones, then others.
 
-    A kind is whether weights are sharded, whether there is a pipeline, and whether single
-    activations move. A lean plan needs at least a tenth less memory than every faster one.
+    A kind is (whether weights are sharded, whether there is a pipeline, whether single activations
+    are offloaded or recomputed). A lean plan needs a tenth less memory than every faster one.
 
     Args:
         found: the result of the search.
@@ -128,7 +128,7 @@ def report(
 
 
 def _slower(x: Timed, first: Timed) -> str:
-    """Return how much slower a plan is than the first, and which cause adds most seconds."""
+    """Return a text: how much slower `x` is than `first`, and which cause adds most seconds."""
     worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
     more = (x.parts[worst] - first.parts[worst]) / first.step
     return f"{x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step"
@@ -237,8 +237,8 @@ def why(names: tuple[str, ...], best: list[Timed], yours: Yours) -> str:
     """Return a table of the seconds of two plans by cause, and their differences.
 
     Args:
-        names: two of the numbers of the list, or "yours".
-        best: the list of the report.
+        names: two plans: numbers from 1 in `best`, or "yours".
+        best: the plans of the report.
         yours: the plan of the user's own flags.
     Raises: ConfigError for a name that is no plan of the list.
     """
@@ -290,8 +290,8 @@ def chosen_fields(config: Config) -> dict[str, set[str]]:
 def flags_of(config: Config) -> list[str]:
     """Return the choices of the search as flags to paste.
 
-    They win if they are pasted after other flags, so some are given at their defaults too. A switch
-    that is off has no flag, and neither has a value of None; see left_out.
+    Pasted after the user's own flags they replace those, so some are given at their defaults too. A
+    switch that is off cannot be written as a flag, and neither can None; see `left_out`.
     """
     chosen = chosen_fields(config)
     always = set(_ALWAYS)
@@ -314,7 +314,7 @@ def flags_of(config: Config) -> list[str]:
 
 
 def left_out(given: Config, config: Config) -> list[str]:
-    """Return the user's flags that would change a plan even if its own flags follow them.
+    """Return the user's flags that would change a plan even with the plan's flags after them.
 
     Args:
         given: the configuration of the user's own flags with the plan's flags after them.

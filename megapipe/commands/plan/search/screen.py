@@ -29,15 +29,15 @@ Kind = tuple[bool, bool]
 
 
 class Candidate(NamedTuple):
-    """A plan to try: a cell, which is a layout with its recomputation, and a schedule.
+    """A plan to try: a cell and a schedule. A cell is a choice of parallel sizes and recomputation.
 
     Attributes:
-        least: a lower bound of its step, in seconds.
-        work: the same without filling the pipeline.
-        cell: the index of its cell in the list of all cells.
+        least: a lower bound of the step, in seconds.
+        work: a lower bound without the time to fill the pipeline.
+        cell: an index in the list of all cells.
         schedule: the schedule's name.
         chunks: stages on each rank; None for the schedule's own number.
-        moves: offload or recompute single activations until it fits.
+        moves: whether single activations are offloaded or recomputed until the plan fits.
     """
 
     least: float
@@ -53,9 +53,9 @@ class Out(NamedTuple):
 
     Attributes:
         reason: why, in words of the report.
-        step: seconds that its step takes at least; None if nothing was simulated.
-        movable: it needs too much memory, but may fit if single activations are offloaded or
-            recomputed.
+        step: seconds that a step of the plan takes at least; None if nothing was simulated.
+        movable: whether it needs too much memory, but may fit if single activations are offloaded
+            or recomputed.
     """
 
     reason: str
@@ -70,8 +70,8 @@ class Sketch:
     Attributes:
         step: seconds of a step.
         peak: bytes of the rank that needs most.
-        parts: seconds of a step by cause.
-        moves: single activations are offloaded or recomputed.
+        parts: {cause: seconds of a step}, such as the bubble.
+        moves: whether single activations are offloaded or recomputed.
     """
 
     config: Config
@@ -101,14 +101,14 @@ def kind_of(config: Config) -> Kind:
 class Screen:
     """Judges candidates one at a time. Each process of a search has a Screen of its own.
 
-    `judge` returns a plan that fits, or why a candidate is out.
+    `judge` returns a plan that fits, or why a candidate is rejected.
 
     Attributes:
-        cells: layouts with their recomputation.
+        cells: all choices of parallel sizes and recomputation.
         memory: bytes of a device.
         counted: the work of the layers of each cell.
-        last: (index of the cell that was judged last, its plan, or why it has none). Candidates of
-            a cell follow each other, so that its plan is made once.
+        last: (index of a cell, its plan or why there is none), of the last candidate. The next
+            candidate often has the same cell, and needs no new plan.
     """
 
     cells: list[Config]
@@ -118,11 +118,11 @@ class Screen:
     last: tuple[int, Plan | str] = field(default=(-1, NO_TABLE))
 
     def judge(self, candidate: Candidate, limit: float) -> Sketch | Out:
-        """Return a plan that fits, or why it is out.
+        """Return the candidate with its step if it fits, or why it is rejected.
 
         Args:
             candidate: the plan to try.
-            limit: seconds that a step must not exceed to be of interest.
+            limit: a plan whose step takes more seconds is rejected.
         """
         cell = self.cells[candidate.cell]
         plan = self._plan(candidate.cell)

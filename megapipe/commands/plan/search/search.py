@@ -105,12 +105,13 @@ def search(
 
 
 def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
-    """Judge all candidates. Judge the large ones again, with activations offloaded or recomputed.
+    """Judge all candidates. Plans that need too much memory are tried a second time.
 
-    Ctrl-C ends it, and notes that in the results.
+    Then single activations are offloaded or recomputed, unless --without moves. Ctrl-C ends the
+    search, and `Search.stopped` is set.
 
     Args:
-        judging: has the results.
+        judging: judges the candidates, and holds the results so far in `found`.
         asked: the user's restrictions of the search.
     """
     found = judging.found
@@ -126,11 +127,11 @@ def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
 
 
 def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> None:
-    """Replace the best extrapolated plans by plans as a run makes them.
+    """Compute the best plans again as a run would, since their steps are extrapolated so far.
 
     Args:
-        found: has the extrapolated plans, and gets the others.
-        workers: the processes that make them.
+        found: has the extrapolated plans in `sketches`, and gets the new plans in `best`.
+        workers: the processes that compute plans.
         screen: has the device and its memory.
         asked: the user's restrictions of the search.
     """

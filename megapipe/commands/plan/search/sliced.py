@@ -29,12 +29,12 @@ def try_slices(found: Search, asked: str, memory: float, device: Device) -> None
     """Try each layout with microbatches cut in slices, and keep the plans that become faster.
 
     A slice is a part of each sequence. The fastest layouts come first. A layout that does not fit
-    without slices is left out.
+    without slices is not tried.
 
     Args:
-        found: the result of a search, which gets the plans.
+        found: the result of a search, to which plans are added.
+        asked: the value of --pipeline-slices: a number of slices as text, or "auto".
         memory: bytes of a device.
-        asked: the value of --pipeline-slices.
     """
     counts = CHOICES[1:] if asked == AUTO else (int(asked),)
     limits = found.limits

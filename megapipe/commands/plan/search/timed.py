@@ -25,7 +25,7 @@ from megapipe.schedule.recipe import Recipe
 
 @lru_cache(maxsize=512)
 def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """Return a schedule of the catalogue. It is not verified, as tests verify them all.
+    """Return the table of a built-in schedule; it is not verified, as tests verify them all.
 
     Args:
         name: the schedule's name.
@@ -39,12 +39,13 @@ def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sched
 
 
 class Room(NamedTuple):
-    """The memory into which a plan must fit by offloading or recomputing single activations.
+    """Limits for a plan that offloads or recomputes single activations until it fits.
 
     Attributes:
         memory: bytes of a device.
-        most: give up if the passes take this many seconds.
-        as_run: choose activations by what a run knows; it does not know the times of messages.
+        most: give up if the passes of a step take this many seconds.
+        as_run: whether activations are chosen without the times of messages, which a run does not
+            know.
     """
 
     memory: float
@@ -55,13 +56,13 @@ class Room(NamedTuple):
 def with_schedule(
     plan: Plan, config: Config, batch: Config, device: Device, room: Room | None = None
 ) -> Timed:
-    """Return a layout's plan with another schedule and batch, and the times of its step.
+    """Return a plan with another schedule and number of microbatches, and the times of its step.
 
     Args:
-        plan: the plan of the layout under 1F1B.
-        config: has the schedule.
-        batch: has the number of microbatches.
-        room: offload or recompute single activations that do not fit; None to leave them.
+        plan: a plan with the same parallel sizes under 1F1B.
+        config: the configuration with the new schedule. The result has it as `config`.
+        batch: a configuration with the number of microbatches to plan for, such as fewer.
+        room: offload or recompute single activations until the plan fits; None for neither.
     Raises: ConfigError, ScheduleError if there is no such plan.
     """
     par = config.parallel

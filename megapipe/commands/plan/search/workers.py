@@ -17,10 +17,10 @@ _BLOCKS = 4
 
 
 class Workers:
-    """Processes that are forked with a state, and answer questions about it by `ask`.
+    """Processes that all have a copy of `state`; `ask` calls a function in them for many questions.
 
-    With one job there is no other process: the caller's answers. Use it in a `with` statement,
-    which ends the processes.
+    With jobs = 1 there is no further process, and the calling process answers. Use the object in a
+    `with` statement, which ends the processes.
 
     Args:
         state: the first argument of every function that is asked.
@@ -94,12 +94,12 @@ class Workers:
 
 
 def _serve(end: Connection, state: Any, parents: Sequence[Connection]) -> None:
-    """Call functions that the parent process asks for, and send their results, until it ends.
+    """Call functions that the parent process asks for, and send the results, until the parent ends.
 
     Args:
-        end: where questions come from and answers go.
-        state: the first argument of every function that is asked.
-        parents: copies, made by the fork, of the parent's ends of all pipes so far.
+        end: the pipe from which questions come and to which answers go.
+        state: the first argument of every function.
+        parents: the parent's ends of all pipes so far, which the fork has copied; closed here.
     """
     # Ctrl-C reaches all processes of a terminal; the parent decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
