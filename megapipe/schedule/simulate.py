@@ -36,7 +36,7 @@ class Timeline:
         makespan: the last end of any rank.
         curves: for each rank, (time, activation held from then on) in order of time.
         sent: number of tensors each rank sends to another rank.
-        parameters: each rank's parameters, where 1 stands for 1/p of the model on p ranks.
+        parameters: each rank's parameters, in units of 1/p of the model on p ranks.
     """
 
     start: Mapping[Pass, float]
@@ -50,7 +50,7 @@ class Timeline:
 
     @property
     def period(self) -> float:
-        """Return the longest span: the time of a training step without a barrier between steps."""
+        """Return the longest span of a rank: a step's time without a barrier between steps."""
         return max(self.span)
 
     @property
@@ -60,7 +60,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Return, for each rank, how long it does not compute until the last rank is done."""
+        """Return each rank's idle time from time 0 to the makespan."""
         return tuple(_left(self.makespan, busy) for busy in self.busy)
 
     @cached_property
@@ -252,11 +252,11 @@ _Arrival = tuple[dict[int, float], int, float]
 
 
 def _places(schedule: Schedule) -> tuple[list[int], int]:
-    """Return ([slice of any microbatch] its index, number of indices), for keys of results.
+    """Return (index of each slice of microbatch 0, then of 1 and so on; number of indices).
 
     The clock stores a result of a stage under the key stage * number of indices + index. An unused
     index follows each document, so that no slice finds a neighbour in another document. If
-    microbatches are not cut, the list is empty, and the index is the microbatch's number.
+    microbatches are not cut, the list is empty, and a microbatch's own number is its index.
     """
     # Two microbatches of three slices, where slices 0 and 1 are a document. Dots are empty places.
     #
@@ -276,12 +276,12 @@ class _Wires(NamedTuple):
     """The dependencies of a table, prepared for the clock's inner loop.
 
     Attributes:
-        lane_of: {kind: index of its stream}.
-        needs: {kind: [stage] the results that a pass waits for within its own microbatch}.
-        makes: {kind: [stage] the results of a pass}. Each result is (dict to which the clock adds
-            the time when it is there, the rank that may wait for it).
-        others: {pass: (pass it waits for, time of the message)} beyond its own microbatch.
-        waiters: {pass that others wait for: the ranks that may wait}.
+        lane_of: {kind of pass: index of the stream on which it runs}.
+        needs: needs[kind][stage] lists the results of the same microbatch that a pass waits for.
+        makes: makes[kind][stage] lists the results of a pass: (dict to which the clock adds the
+            time when it is there, the rank that may wait for it).
+        others: {pass: (pass of another microbatch that it waits for, time of the message)}.
+        waiters: {pass in a value of `others`: the ranks that may wait for it}.
     """
 
     lane_of: dict[Kind, int]
@@ -382,10 +382,10 @@ def _lengths(
 
 
 def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> list[str]:
-    """Return a line for each pass that a stuck rank lacks.
+    """Return a line for each pass that a deadlocked rank waits for.
 
     Args:
-        waiting: (rank, first step that could not run) of the ranks that are stuck.
+        waiting: (rank, index of its first step that could not run) of each deadlocked rank.
     """
     needs = Dependencies(schedule)
     # A rank ran its row up to where it is stuck. What it never reached is what others wait for.

@@ -64,7 +64,7 @@ def to_json(schedule: Schedule, costs: Costs | None = None, recipe: str | None =
 
     Args:
         costs: also write these costs, the makespan and the start of each step under them.
-        recipe: also write these arguments of the command `show`, which make the table again.
+        recipe: also write this text: arguments of `schedules show` that reproduce the table.
     """
     place = schedule.placement
     head: dict[str, Any] = {
@@ -148,11 +148,11 @@ def from_json(text: str, source: str = "schedule.json") -> Schedule:
 
 
 def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
-    """Return the table as CSV: one row per rank, all of one length.
+    """Return the table as CSV: one row per rank, filled up with empty cells to one length.
 
     Args:
-        torch: write the letters of torch.distributed.pipelining instead of this package's.
-    Raises: ScheduleError for a table that CSV, or those letters, cannot express.
+        torch: use the names of passes of torch.distributed.pipelining, not this package's.
+    Raises: ScheduleError for a table that CSV, or torch's names, cannot express.
     """
     of_torch = "and torch.distributed.pipelining has"
     cannot = {
@@ -258,7 +258,7 @@ def _cut_off(schedule: Schedule) -> Iterator[str]:
 
 
 def _is_torch(rows: list[list[str]]) -> bool:
-    """Return whether rows of cells have torch's letters: an I, or a B without any W or BW."""
+    """Return whether cells have torch's letters: I (torch's B), or B (torch's BW) without W, BW."""
     found = {match[2] for row in rows for cell in row for match in _PASS.finditer(cell)}
     return "I" in found or ("B" in found and not found & {"W", "BW"})
 

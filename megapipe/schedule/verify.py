@@ -121,7 +121,7 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
 
 
 def _no_such_number(schedule: Schedule, item: Pass) -> str | None:
-    """Return why the stage of `item` cannot have its kind and microbatch; None if it can."""
+    """Return why the stage of the pass `item` cannot run its kind or microbatch; None if it can."""
     place = schedule.placement
     kind, stage, microbatch, _ = item
     if kind.traits.per_stage:
@@ -222,9 +222,9 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
 
 
 def _of_stages(seen: dict[Pass, int]) -> list[tuple[Kind, int]]:
-    """Return each (kind, training step) in `seen` of passes that run once per step and stage.
+    """Return the sorted (kind, training step) of all passes that run once per step and stage.
 
-    They are sorted.
+    They are the passes of whole stages, such as the update. `seen` has passes as keys.
     """
     return sorted({(item.kind, item.microbatch) for item in seen if item.kind.traits.per_stage})
 
@@ -272,10 +272,10 @@ def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 
 
 def _never_again(schedule: Schedule) -> Iterator[str]:
-    """Yield a sentence for each pass before V that cannot run a second time.
+    """Yield a sentence for each pass before V (validation of an update) that must not stand there.
 
-    These passes ran with weights that V (validation of an update) may take back. Then all of them
-    run again.
+    Passes before V ran with weights that V may take back. Then all of them run again, so they must
+    be kinds that can run twice, and need no pass after V.
     """
     borders = {kind for kind in schedule.kinds if kind.traits.border}
     if not borders:
@@ -300,7 +300,7 @@ def _never_again(schedule: Schedule) -> Iterator[str]:
 def _memory_problems(
     schedule: Schedule, memory: float, costs: Costs, clock: Clock
 ) -> Iterator[str]:
-    """Yield a sentence for each rank above its memory limit, with its first pass that is.
+    """Yield a sentence for each rank above the memory limit, with the first step that exceeds it.
 
     `clock` has the times of every step.
     """
@@ -346,7 +346,7 @@ def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
-    """Run programs; yield a sentence for each pass without its input and each stuck rank."""
+    """Simulate programs; yield a sentence for each pass without its input and deadlocked rank."""
     # Every send waits for its receive here. A real backend may buffer sends, which only lets ranks
     # run further: programs that end here end everywhere.
     at = [0] * len(programs)  # the item where each rank is

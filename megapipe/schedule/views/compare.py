@@ -38,8 +38,7 @@ _HEAD = (
 class Row:
     """The numbers of one schedule in a comparison: times and memory, in the units of the costs.
 
-    Times and activation are in the units of the costs. `bubble_share` returns the bubble as a
-    fraction.
+    `bubble_share` returns the bubble as a fraction.
 
     Attributes:
         label: the schedule's name, as in the table.
@@ -49,11 +48,11 @@ class Row:
             without a barrier.
         bubble: most idle time of a rank between its first start and its last end, the papers'
             bubble.
-        busiest: time that the rank with the most work computes. No order of the same stages is
-            faster.
+        busiest: time that the rank with the most work computes. No other order of the passes can
+            make a step shorter than that.
         idle: fraction of the ranks' time until the makespan in which they do not compute.
         peak: most activation that any rank holds.
-        parameters: most parameters of any rank, where 1 stands for 1/p of the model on p ranks.
+        parameters: most parameters of any rank, in units of 1/p of the model on p ranks.
         sent: largest number of tensors that a rank sends.
         fits: the peak is within the memory limit.
     """
@@ -100,7 +99,7 @@ def compare(
     slices: Cutting | None = None,
     parts: Recipe | None = None,
 ) -> list[Row | Refusal]:
-    """Return a `Row` for each schedule, and several for a schedule that leaves a choice.
+    """Return a `Row` for each schedule, or several, such as one for each number of stages per rank.
 
     A schedule that does not exist for these numbers has a `Refusal` that says why.
 
@@ -110,15 +109,15 @@ def compare(
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
-        names: the schedules: names of the catalogue, files, functions FILE.py:NAME, tables, or
-            recipes of tables.
+        names: the schedules: keys of SCHEDULES, files, functions FILE.py:NAME, tables, or
+            `Recipe`s that make a table.
         effort: about the seconds to spend on each of the two searches, for makespan and period.
         progress: called with the fraction of the work done, 0 to 1, and the name of the next
             schedule.
-        slices: adds rows of all schedules but zb-auto with microbatches cut in this way; None for
-            no such rows.
-        parts: a recipe whose parts, such as offload and sharding, are applied to every schedule.
-            Its order is ignored; None for no parts.
+        slices: how to cut microbatches into slices. Adds a row with slices for every schedule
+            but zb-auto; None for no such rows.
+        parts: a recipe whose additions, such as offload and sharding, every schedule gets. Its
+            own order of passes is ignored. None for no additions.
     Raises: ScheduleError for an unknown name.
     """
     chosen = dict.fromkeys([PLAIN, *names])
@@ -149,11 +148,12 @@ def compare(
 
 
 def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | None) -> Schedule:
-    """Return a table with the parts of a recipe, such as offload and sharding, applied to it.
+    """Return `table` with the additions of a recipe, such as offload and sharding.
 
     If nothing fits the memory limit, the table that needs least memory is returned.
 
     Args:
+        parts: the recipe; its own order of passes is ignored.
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
     """
     # Lenient: a table above the limit is a row that does not fit, and not a refusal.
@@ -349,11 +349,11 @@ def _uneven(best: Row) -> list[str]:
 def _pairs(
     rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs
 ) -> list[str]:
-    """Return [a sentence] on how short DualPipeV's pairs must be to reach the best row.
+    """Return [a sentence] on how fast DualPipeV's pairs must be to equal the best schedule.
 
-    An overlapped pair runs a forward and a backward together. The sentence gives its time in
-    percent of the time of both passes in sequence. The list is empty if the costs already give the
-    time of a pair, or if no such time reaches the best row.
+    An overlapped pair runs a forward and a backward together. The sentence gives the longest
+    sufficient time of a pair, in percent of both passes in sequence. The list is empty if the
+    costs already give the time of a pair, or if 60 % is still too long.
 
     Args:
         rows: the rows of the comparison.

@@ -118,7 +118,7 @@ def _heading(schedule: Schedule, time: Timeline, memory: float | None) -> Iterat
 
 
 def _legend(scene: Scene, names: _Names, memory: float | None) -> Iterator[str]:
-    """Yield the SVG of the legend: each kind of pass, with a box for each chunk of a rank.
+    """Yield the SVG of the legend: each kind of pass, with a coloured box per stage of a rank.
 
     Args:
         names: {(kind, stage): name of the style class}.
@@ -176,10 +176,10 @@ def _rows(scene: Scene, names: _Names, scale: float, plot: int) -> Iterator[str]
 
 
 def _part(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
-    """Yield SVG boxes for the arithmetic or communication of a step.
+    """Yield SVG boxes for the stretches of arithmetic, or of communication, within a step.
 
     Args:
-        step: the pieces of the passes of one step.
+        step: the stretches, each with its pass, start and end.
         scale: pixels per unit of time.
         names: {(kind, stage): name of the style class}.
     """

@@ -137,12 +137,12 @@ class Files:
 
 
 def plain(text: str) -> str:
-    """Return a name with those characters escaped that matplotlib reads as formulae."""
+    """Return a name in which every character that cannot be printed is escaped."""
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def _about(kind: str, caption: str) -> dict[str, Any]:
-    """Return the metadata of a file, without a date so that equal files stay equal.
+    """Return the metadata of a file, without a date, so that equal figures are equal files.
 
     Args:
         kind: "svg", "png" or "pdf".
@@ -157,11 +157,12 @@ def _about(kind: str, caption: str) -> dict[str, Any]:
 
 
 def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
-    """Put one legend below all axes of a figure, with the labels in `axes`.
+    """Put one legend below all axes of a figure.
 
     Args:
+        axes: the axes whose lines and their labels are the entries.
         width: width of the figure in inches.
-        letters: number of characters in the longest name.
+        letters: number of characters in the longest label.
     """
     handles, names = axes.get_legend_handles_labels()
     # 14 letters an inch; the sample line and the gap of an entry take the place of five.

@@ -181,7 +181,7 @@ def _alone(chains: list[Chain]) -> Iterator[Piece]:
         b link | b compute | w compute | w link | b link | b compute | w compute | w link
 
     Args:
-        chains: the pieces of F, B or W, or of b and w in a BW.
+        chains: one chain for F, B or W; two for a BW: b and w.
     """
     now = 0.0
     for turn in range(max(chain.turns for chain in chains) or 1):

@@ -29,10 +29,10 @@ def makers_of(
     memory: float | None,
     effort: float,
 ) -> tuple[dict[str, Make], dict[str, Make]]:
-    """Return two dicts {label: function that makes the schedule}: of all names, of searches only.
+    """Return two dicts {label: function that makes the schedule}: of all schedules, of searches.
 
-    A function takes a progress callback, which is called with the fraction of the work done. Labels
-    are the names in a comparison.
+    The first dict contains the second. Each function is called with a progress callback, to
+    which it reports the fraction of its work done. Labels are the names in a comparison.
 
     Args:
         names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.

@@ -19,7 +19,7 @@ _SHARES = ("rank", "gathers", "sums", "whole at most", "peak", "they take")
 
 
 def price_copies(costs: Costs, ratio: float) -> Costs:
-    """Return costs in which a copy to the host, and a copy back, each take `ratio` of a forward."""
+    """Return costs in which each copy to or from the host takes `ratio` times a forward's time."""
 
     def part(f: PerStage) -> PerStage:
         if isinstance(f, tuple):
@@ -84,8 +84,8 @@ def describe_moves(
         made: the table with offload or recomputation.
         held: returns the text of an amount of memory.
         takes: returns the text of a time.
-        also: returns the end of the first line, given the timelines without and with offload and
-            recomputation; None for the makespan and memory without them.
+        also: (timeline without offload and recomputation, timeline with them) -> the end of the
+            first line. None: it ends with the makespan and memory without them.
     """
     # The same order without the moves: what it would take and hold.
     plain = made.without(OFFLOAD.kinds)

@@ -102,9 +102,9 @@ def to_page(
 def _packed(case: Case) -> str:
     """Return a case as text: memory limit, stages per copy of the model, rank of each stage, rows.
 
-    If the schedule is the best of several tables under the reader's costs, there are rows for each.
-    With a memory limit above 0, the page moves W into waits within it. If there is no table, the
-    text is "!" and the reason.
+    If the best of several tables depends on the reader's costs, the rows of each are there. The
+    page moves W passes into idle times as far as the memory limit allows; 0 stands for no moves. If
+    there is no table, the text is "!" and the reason.
     """
     name, v, p, m = case
     entry = SCHEDULES[name]
@@ -127,11 +127,11 @@ def _packed(case: Case) -> str:
 
 
 def _rows(schedule: Schedule) -> Iterator[str]:
-    """Yield each rank's row as text: a letter for kind and chunk of each pass, & in a pair.
+    """Yield each rank's row as text: one letter for each pass, and & before an overlapped pair.
 
-    Microbatches are left out, because forwards and backwards of a stage run in order, and W run in
-    the order of their B. The letters of chunk 0 are A B C D for F B W BW, of chunk 1 E F G H, and
-    so on:
+    A letter gives the kind of pass and the stage: A B C D for F B W BW of the rank's first stage,
+    E F G H for its second, and so on. Microbatches are left out, because forwards and backwards of
+    a stage run in order, and W run in the order of their B:
 
         0F0 0F1 0B0 0W0 0F2&0B1  ->  AABC&AB
     """

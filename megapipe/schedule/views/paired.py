@@ -102,9 +102,9 @@ def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[s
 
 
 def _chunks(name: str) -> tuple[int | None, ...]:
-    """Return each number of stages per rank to try; () for a searched schedule.
+    """Return the numbers of stages per rank to try, such as (2, 4).
 
-    It is (None,) if the schedule itself fixes the number.
+    The result is (None,) if the schedule itself fixes the number, and () for a searched schedule.
     """
     if is_file(name):
         return (None,)
@@ -117,7 +117,7 @@ def _chunks(name: str) -> tuple[int | None, ...]:
 
 
 def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]:
-    """Return the cells of a table's line after its name, in the order of `_HEAD`.
+    """Return the cells of a schedule's line after its name, in the order of the titles in `_HEAD`.
 
     Args:
         table: the table without pairs.

@@ -32,7 +32,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Track:
-    """One line of a picture: one stream of a rank, or one part of its passes.
+    """One line of a picture: a stream of a rank, or the arithmetic or communication in its passes.
 
     `boxes` yields all its boxes. The two boxes of an overlapped pair share the height of the line.
 
@@ -40,10 +40,10 @@ class Track:
         name: text in front of the line.
         steps: the boxes of each step: one for a pass, two for an overlapped pair.
         rank: the rank.
-        stream: name of the stream such as "compute" or "d2h", or of the part: "arithmetic" or
-            "link".
-        within: the line shows the arithmetic or the communication within the passes of the line
-            above.
+        stream: name of the stream, such as "compute" or "d2h". If `within`, "arithmetic" or "link",
+            which is communication.
+        within: the line shows the arithmetic or the communication within the passes of the
+            compute stream above.
         gap: leave a gap above the line.
     """
 
@@ -64,13 +64,13 @@ class Scene:
     """A table with its timeline under given costs, as pictures need it.
 
     `kinds` returns the kinds of pass for the legend. `chunk` returns each stage's index among those
-    of its rank, `fill` its colours, and `curves` the memory of each rank over time.
+    of its rank, `fill` the colours of passes, and `curves` the memory of each rank over time.
 
     Attributes:
         schedule: the table.
         time: its timeline.
-        tracks: for each rank its compute stream, parts of its passes, then its other streams that
-            the table uses.
+        tracks: for each rank its compute stream, the arithmetic and the communication within its
+            passes if they have any, then its other streams.
     """
 
     schedule: Schedule

@@ -63,10 +63,10 @@ def references(
     cutting: Cutting,
     chunks: int | None = None,
 ) -> dict[str, Schedule]:
-    """Return {name for the reader: table} of the tables to compare with a table in slices.
+    """Return the tables to compare with a table in slices, by a name to print.
 
-    They are the table without slices and, if the sequence has several documents, the table with one
-    document. For a searched schedule the dict is empty.
+    They are the table without slices ("undivided") and, if `cutting` has several documents, the
+    sliced table of one document ("in one document"). For a searched schedule the dict is empty.
 
     Args:
         name: a name of the catalogue, a file, or FILE.py:NAME.
@@ -134,15 +134,15 @@ def in_slices(
     chunks: int | None = None,
     memory: float | None = None,
 ) -> Recipe:
-    """Return the recipe of a schedule, from the catalogue or a file, with microbatches in slices.
+    """Return the `Recipe` that makes a schedule with its microbatches cut into slices.
 
     Args:
         name: a name of the catalogue, a file, or FILE.py:NAME.
         ranks, microbatches: the size; a file has its own, and needs neither.
         cutting: number of slices, how their lengths are chosen, and number of documents.
         chunks: stages on each rank; None for the schedule's default.
-        memory: limit on a rank's activation. Within it forwards may come earlier than necessary;
-            None for no earlier ones.
+        memory: limit on a rank's activation, up to which forwards may run earlier than they must.
+            None: no forward does.
     Raises: ScheduleError for a schedule that cannot be cut into slices.
     """
     begins = cutting.begins

@@ -78,7 +78,7 @@ class Comparison(Sequence[Row | Refusal]):
         return advise(self.measured, self.ranks, self.microbatches, self.costs)
 
     def text(self, *names: str) -> str:
-        """Return the values of axes (ranks, microbatches, costs), such as "p = 8, m = 16"."""
+        """Return "p = 8, m = 16" for the field names "ranks" and "microbatches", and so on."""
         said = {
             "ranks": f"p = {self.ranks}",
             "microbatches": f"m = {self.microbatches}",
@@ -157,8 +157,8 @@ def study(
         names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
         effort: about the seconds to spend on each search.
         progress: called with the fraction of the work done and the next schedule.
-        slices: adds schedules with microbatches cut in this way.
-        parts: a recipe whose parts, such as offload and sharding, every schedule gets, or None.
+        slices: adds schedules with microbatches cut into slices as it says; None adds none.
+        parts: a recipe whose additions, such as offload and sharding, every schedule gets, or None.
     Raises: ScheduleError for an unknown name.
     """
     # A value that is given twice would be two points at one place of the figure.
@@ -253,7 +253,7 @@ def draw(
 
 
 def name(label: str) -> str:
-    """Return a schedule's name in a figure, short enough to leave room for the bars.
+    """Return a schedule's name in a figure: its last 24 characters, so that bars have room.
 
     A file is named without its folder.
     """
@@ -266,8 +266,8 @@ def _lines(
     """Draw bubbles above and peaks below, and return the first panel for the legend.
 
     Args:
-        varied: names of the axes (ranks, microbatches, costs) with several values. The first is the
-            horizontal axis; the others have a column of panels for each combination.
+        varied: the fields among "ranks", "microbatches" and "costs" with several values. The first
+            is the horizontal axis. Each combination of the others' values has a column of panels.
         labels: the schedules to draw.
     """
     first, *others = varied
@@ -316,7 +316,7 @@ def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
 
     Args:
         values: the values along the axis.
-        unit: label of the axis if the values are not costs.
+        unit: label of the axis, unless a message's time is all that differs.
     """
     costs = [x for x in values if isinstance(x, Costs)]
     without = {replace(x, comm=0.0) for x in costs}
@@ -336,7 +336,7 @@ def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
 def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
     """Return matplotlib's colour, marker and style of a schedule's line, equal in every figure.
 
-    Lines of schedules with four stages per rank are dashed. User's schedules come last.
+    Dashed lines are second variants: of v=4 stages per rank, or searched for the period.
 
     Args:
         labels: all schedules of the figure.

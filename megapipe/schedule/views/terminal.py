@@ -26,9 +26,9 @@ def to_terminal(
 
     Lines have at most `width` characters, but at least one column of time. A cell has its pass and
     microbatch if they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped pair. Passes of a rank's
-    later chunks (in DualPipe of the other direction) are in lower case. Idle time is dots, or blank
-    in colour. A pass of a whole stage that takes no time still has one column, if another pass has
-    three. 1F1B on two ranks:
+    later stages (in DualPipe of the other direction) are in lower case. Idle time is dots, or blank
+    in colour. A pass of a whole stage, such as the update, may take no time. It still has a column
+    if the passes of microbatches have three or more. 1F1B on two ranks:
 
         rank 0 |F0  F1  ......BW0   F2  BW1   ....BW2   |
         rank 1 |....F0  BW0   F1  BW1   F2  BW2   ......|
@@ -78,7 +78,9 @@ def to_terminal(
 
 
 def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
-    """Return a schedule's numbers as five lines, and one more if passes have communication.
+    """Return five lines of numbers: times, activation, idle time, messages, parameters.
+
+    There is a sixth line if passes have communication.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
@@ -152,8 +154,8 @@ class _Pen:
     def cell(self, item: Pass, columns: int, link: str = "") -> str:
         """Return the text of a cell, with the longest name of the pass that fits.
 
-        The full name is such as F12. If it does not fit, it is 12 where colours show the kind, else
-        F, else nothing.
+        The longest name is F12. If it does not fit, the name is 12 where colours show the kind of
+        pass, else F. If that does not fit either, the cell is blank.
 
         Args:
             columns: width of the cell in characters.

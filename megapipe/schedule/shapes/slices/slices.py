@@ -90,20 +90,22 @@ def slices(
 def of_one_length(
     name: str, made_for: Callable[[int], Schedule], microbatches: int, count: int
 ) -> Schedule:
-    """Return a schedule named `name` in which every microbatch has `count` slices of one length.
+    """Return a schedule in which every microbatch is cut into `count` slices of equal length.
 
     Args:
-        made_for: takes a number of microbatches and returns the table for it.
+        name: name of the returned schedule.
+        made_for: (number of microbatches) -> a table of whole microbatches.
         microbatches: number of microbatches before they are cut.
     """
     return replace(slices(made_for, microbatches, (1.0,) * count), name=name)
 
 
 def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents = ()) -> Schedule:
-    """Return a table with each pass replaced by the passes of its slices.
+    """Return a table in which each pass of a microbatch is replaced by one pass for each slice.
 
-    Warm-up and cool-down become shorter, and the memory stays the same. It is for tables from
-    files, which exist for one number of microbatches only.
+    With two slices F0 F1 B0 becomes F0.0 F0.1 F1.0 F1.1 B0.1 B0.0. Warm-up and cool-down become
+    shorter, and the memory stays the same. This way of cutting serves tables from files, which
+    exist for one number of microbatches only.
 
     Args:
         cuts: lengths of the slices, in any unit.
@@ -127,9 +129,9 @@ def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents =
 def of_microbatches(
     pattern: Schedule, cuts: tuple[float, ...], documents: Documents = ()
 ) -> Schedule:
-    """Return a table whose microbatches are taken as slices of larger microbatches.
+    """Return the table with every n consecutive microbatches renamed to the n slices of one.
 
-    Every n consecutive microbatches become the n slices of one. The order of the passes stays.
+    The order of the passes stays: for n = 2, F0 F1 F2 F3 becomes F0.0 F0.1 F1.0 F1.1.
 
     Args:
         pattern: the table, with n times the microbatches of the result.
@@ -164,9 +166,9 @@ def _longest(n: int, documents: Documents) -> int:
 
 
 def refuse_uncuttable(schedule: Schedule) -> None:
-    """Refuse a table with slices or with other kinds of pass than F, B, W and BW.
+    """Check that a table has no slices yet, and no passes but F, B, W and BW.
 
-    Raises: ScheduleError that says what to leave out.
+    Raises: ScheduleError that names the passes, or the flag to leave out.
     """
     more = sorted(schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW})
     if more:
@@ -182,11 +184,12 @@ def refuse_uncuttable(schedule: Schedule) -> None:
 
 
 def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> None:
-    """Refuse costs with a wrong number of stages or links, or that leave slices without costs.
+    """Check that costs fit a table with slices: numbers of stages and links, costs of slices.
 
     Args:
         cuts: lengths of the slices of a microbatch.
-    Raises: ScheduleError that names the field.
+        place: the table's placement.
+    Raises: ScheduleError that names the wrong or missing field of `costs`.
     """
     # Checked before any simulation: an error there is taken for a table that cannot run.
     part = costs.of_slice(cuts, (0, 0, len(cuts)))
@@ -196,10 +199,11 @@ def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> No
 
 
 def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
-    """Return the table in which each rank runs its forwards earlier.
+    """Return the table with each forward in the place of the one `by` forwards before it.
 
-    The first `by` forwards start the row. Each later forward takes the place of the forward that
-    came `by` forwards before it.
+    The first `by` forwards start the rank's row. Example for by = 1:
+
+        F0 B0 F1 B1 F2 B2  ->  F0 F1 B0 F2 B1 B2
     """
 
     def sooner(row: tuple[Step, ...]) -> Iterator[Step]:
