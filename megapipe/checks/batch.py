@@ -15,8 +15,8 @@ from megapipe.schedule import SCHEDULES
 def sound_batch(config: Config) -> tuple[Config, list[str]]:
     """Return (a configuration for the other checks, the problems of the batch's flags).
 
-    The configuration is `config`. If there are problems, its batch is replaced by one microbatch
-    per data-parallel rank.
+    Without problems the configuration is `config`. With problems the batch is replaced by one
+    microbatch for each data-parallel rank, so that the other checks can go on.
     """
     if not config.batch.micro_batch_size or not config.data_parallel_size:
         return config, []

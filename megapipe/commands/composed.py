@@ -365,7 +365,7 @@ def _with_searches(recipe: Recipe, args: Namespace) -> Recipe:
 
 
 def cutting(args: Namespace) -> Cutting:
-    """Return how --slices, --cuts and --documents cut the sequence.
+    """Return how --slices, --cuts and --documents cut each sequence into slices.
 
     Raises: ScheduleError if --cuts gives another number of lengths than there are slices.
     """

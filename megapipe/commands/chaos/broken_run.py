@@ -222,10 +222,10 @@ class Fault:
     Call `now` when it is injected, `watch` after that, and `look` until the run has recovered.
 
     Attributes:
-        kind: a name of `main.KINDS`, such as "kill".
-        run: the launch that was broken.
+        kind: the kind of fault, such as "kill"; `main.KINDS` has all of them.
+        run: the launch into which the fault was injected.
         noticed_s: seconds until the run reported the fault or ended; None if it did neither.
-        healed_s: seconds until the next iteration line; None before it.
+        healed_s: seconds until the run printed an iteration again; None before that.
         lost: iterations that were trained a second time.
     """
 

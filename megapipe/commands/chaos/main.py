@@ -77,10 +77,10 @@ class Options:
 
 @dataclass
 class Chaos:
-    """A run that is broken and started again.
+    """A run that is broken again and again, and started anew if it has ended.
 
-    `run` does both until the time is over. Each kind of fault has a method of its name, such as
-    `kill`. The method returns a text on what it did; empty if there was nothing to break.
+    `run` goes on with that until the time is over. Each kind of fault has a method of its name,
+    such as `kill`, which returns a line for the log; empty if there was nothing to break.
 
     Attributes:
         command: the launch line.

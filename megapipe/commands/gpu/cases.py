@@ -92,15 +92,17 @@ class Case:
 
     Attributes:
         flags: the flags of the training. {folder} is a folder in which the case may write.
-        like: the name of the reference, a case with equal losses in the steps that both trained.
-        within: largest relative difference of a loss from the reference. 0: all losses and
-            gradient norms are bitwise equal.
+        like: the name of another case, the reference. Losses must be equal in each step that both
+            cases train.
+        within: largest relative difference of a loss from the reference's; with 0 losses and
+            gradient norms must be bitwise equal.
         memory: largest relative difference of the peak memory from the plan's prediction; None
             does not compare.
         mfu: smallest fraction of the device's bf16 peak, for a device whose peak is known.
         script: the arguments of Python, instead of a training; {folder} is the value of
             --output. The case passes with exit status 0, and the last line of output is its figure.
-        needs: a package, or a flag of megapipe gpu-check. Without it the case is left out.
+        needs: a package, or a flag of megapipe gpu-check. The case is skipped if the package is
+            not installed, or the flag not given.
         ranks: the number of processes.
         devices: the devices on which the case makes sense.
         seconds: the time limit.

@@ -193,9 +193,9 @@ def graphs(device: torch.device) -> Found:
 def host(device: torch.device) -> Found:
     """Measure the fraction of a step in which the device waits for its host.
 
-    The check passes with at most 2% on a GPU. The second of four ranks runs alone, and gets its
-    messages at once. It has one layer and neither embedding nor loss, which is the least work per
-    call. The time comes from torch's trace.
+    The check passes with at most 2% on a GPU. The second of four pipeline ranks is trained alone,
+    without waiting for messages. It has one layer and neither embedding nor loss: the least work
+    for a GPU per Python call. The times come from torch's profiler.
     """
     is_cpu = device.type == "cpu"
     sizes = LARGE_LAYER
