@@ -196,7 +196,7 @@ def _summary(x: Timed, device: Device) -> str:
 
 
 def _moved(x: Timed) -> str:
-    """Return how many activations are offloaded and recomputed: of 8 activations 2 copied, for example."""
+    """Return how many activations are offloaded and recomputed, as a text for the report."""
     count = Counter(item.kind for item in x.plan.schedule.passes())
     moved = []
     if count[Kind.O]:
