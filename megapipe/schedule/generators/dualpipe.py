@@ -79,7 +79,8 @@ def _eight_sections(
     Args:
         s0: the rank's stage for the microbatches that enter the pipeline on its side.
         s1: the rank's stage for microbatches that go in the opposite direction.
-        fold: number of ranks that the microbatches of s0 visit in this direction.
+        fold: number of ranks from the side where microbatches of s0 enter to where both directions
+            meet: p/2 in DualPipe, p in DualPipeV.
         depth: how many of these `fold` ranks come before this rank.
         main: number of rounds of section 4, in which F and B overlap. It runs all remaining
             forwards of s0.

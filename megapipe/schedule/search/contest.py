@@ -12,7 +12,15 @@ from megapipe.schedule.core.orders import Problem, problem
 from megapipe.schedule.passes import Placement
 from megapipe.schedule.placement import loop
 from megapipe.schedule.search.anneal import Cooling, Found, anneal
-from megapipe.schedule.search.seeds import blocks, deals, few, is_large, pattern, patterns, unroll
+from megapipe.schedule.search.seeds import (
+    blocks,
+    few,
+    in_groups,
+    is_large,
+    pattern,
+    patterns,
+    unroll,
+)
 
 # Effort is counted in passes and not in time, so that faster or busier machines find the same
 # schedule. Measured on a shared core: an effort of 60 is about a minute.
@@ -162,7 +170,7 @@ def _entrants(
             # A pattern that meets the bound is optimal: no other start is needed.
             if starts[0].length > bound * (1 + 1e-9):
                 starts += _starts(x, each, of)
-        spreads = SPREADS_OF_LOOPS if _is_dealt(x.placement) else SPREADS
+        spreads = SPREADS_OF_LOOPS if _is_interleaved(x.placement) else SPREADS
         # Each start begins with another spread, so that the short first round tries them all.
         for number, found in enumerate(starts):
             turn = number % len(spreads)
@@ -216,8 +224,8 @@ def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
         return unroll(full, small, best.found)[:2]
     tries = int(seconds * PASSES_PER_SECOND_OF_STARTS / full.num_passes / 2)
     starts = []
-    if _is_dealt(full.placement):
-        starts = deals(full, tries // 6, of.until, of.random)
+    if _is_interleaved(full.placement):
+        starts = in_groups(full, tries // 6, of.until, of.random)
     # Several searches of blocks that know nothing of each other, because the blocks of one search
     # soon resemble its best.
     islands = max(1, min(16 - len(starts), tries // 200))
@@ -226,7 +234,7 @@ def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
     return starts
 
 
-def _is_dealt(place: Placement) -> bool:
+def _is_interleaved(place: Placement) -> bool:
     """Return whether a placement is a loop with several stages on each rank."""
     chunks = place.num_stages // place.num_ranks
     return chunks > 1 and place == loop(place.num_ranks, chunks)

@@ -131,7 +131,9 @@ def blocks(
     return [x[2] for x in pool]
 
 
-def deals(problem: Problem, tries: int, until: float, random: Random, keep: int = 8) -> list[Found]:
+def in_groups(
+    problem: Problem, tries: int, until: float, random: Random, keep: int = 8
+) -> list[Found]:
     """Return interleaved zero-bubble schedules with random group sizes, the best first.
 
     Groups of microbatches go through one chunk before the next chunk begins. Forwards and backwards
@@ -141,7 +143,7 @@ def deals(problem: Problem, tries: int, until: float, random: Random, keep: int 
     Args:
         tries: number of schedules to try.
         until: CPU time of this process at which to stop.
-        keep: number of schedules to return and to vary.
+        keep: number of schedules to return.
     """
     p = problem.placement.num_ranks
     m = problem.microbatches
