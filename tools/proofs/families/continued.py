@@ -34,6 +34,8 @@ from tools.proofs.families.ranks import VOCAB
 
 CLOSE = 1e-6
 STEPS, BATCH = 20, 4
+TIMEOUT = 900
+"""Seconds for the 20 steps, which take ten on an idle machine."""
 _RUN = f"""
 --seq-length 16 --micro-batch-size 1 --global-batch-size {BATCH} --train-iters {STEPS} --lr 1e-3
 --mock-data --split 1,1,98 --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --num-workers 0
@@ -105,7 +107,10 @@ def problems(case: Set, folder: Path) -> Iterator[str]:
     import_checkpoint(folder / "hf", folder / "ours", divisible_by=4)
     flags = flags_of(case, folder)
     first, last = batches(flags)
-    output = programs.run_ranks(2, [ROOT / "pretrain_gpt.py", *flags])
+    ranks = programs.start_ranks(2, [ROOT / "pretrain_gpt.py", *flags], folder)
+    codes = [rank.wait(TIMEOUT) for rank in ranks]
+    output = "".join(rank.log.read_text() for rank in ranks)
+    assert codes == [0, 0], output
     # The file has more digits than the log. Evaluations stand in the log alone.
     start = json.loads((folder / "metrics").read_text().splitlines()[0])
     evaluated = re.search(rf"validation loss at iteration {STEPS} \| lm loss value: (\S+)", output)
