@@ -30,6 +30,7 @@ from megapipe.convert.huggingface.mapping import Tensors, rules
 from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.convert.huggingface.towers import left_out, name_in, text_of
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
+from megapipe.convert.mxfp4 import Mxfp4Tensors, is_mxfp4
 from megapipe.convert.sound import model_problems
 from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted, saved_dtype
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
@@ -86,6 +87,10 @@ def import_checkpoint(
     """
     # The model that config.json describes, and whether a run accepts it.
     content = text_of(read_json(source / "config.json"))
+    quantised = is_mxfp4(content)
+    if quantised:
+        # What is written has other weights.
+        content = {key: x for key, x in content.items() if key != "quantization_config"}
     model = from_huggingface(content)
     family = content["model_type"]
     vocab_size: int = content["vocab_size"]
@@ -93,7 +98,8 @@ def import_checkpoint(
     model = replace(model, padded_vocab_size=-(-vocab_size // divisible_by) * divisible_by)
     if commit.iterations_in(target):
         raise CheckpointError(f"{target} holds checkpoints already; give another folder")
-    saved = SavedTensors(source, partial(name_in, family))
+    files = Mxfp4Tensors if quantised else SavedTensors
+    saved = files(source, partial(name_in, family))
     # The tensors say how many depths of multi-token prediction there are: files may lack them.
     model = replace(model, mtp_num_layers=depths_in(saved.shapes, model.layers) or None)
     # Before the table of all tensors is made: a wrong number could fill the memory with names.

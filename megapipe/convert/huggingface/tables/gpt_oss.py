@@ -34,7 +34,7 @@ def _every_other(content: Json) -> list[str]:
 # 2025. Published in four bits (mxfp4), which has to be dequantised before.
 GPT_OSS = PLAIN.but(
     "GptOssForCausalLM",
-    "every size, once it is dequantised; attention sinks, a window in every other layer",
+    "every size, in mxfp4 too; attention sinks, a window in every other layer",
     keys={
         "num_key_value_heads": Groups(8),
         "head_dim": Same("kv_channels", 64, null=head_share),
