@@ -40,7 +40,7 @@ _RUN = f"""
 --seq-length 16 --micro-batch-size 1 --global-batch-size {BATCH} --train-iters {STEPS} --lr 1e-3
 --mock-data --split 1,1,98 --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --num-workers 0
 --make-vocab-size-divisible-by 4 --eval-interval {STEPS} --eval-iters 1 --save-interval {STEPS}
---log-interval 1 --hidden-dropout 0 --attention-dropout 0
+--log-interval 1
 """
 _SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
 _EXPERTS = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"

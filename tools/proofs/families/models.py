@@ -46,12 +46,21 @@ def variants() -> Mapping[str, Callable[[random.Random], Any]]:
     return found
 
 
+_DROPOUTS = "resid_pdrop embd_pdrop hidden_dropout residual_dropout embedding_dropout"
+
+
 def save(family: str, seed: int, folder: Path) -> Any:
-    """Save a drawn model of a family with every number at random, and return it as it is opened."""
+    """Save a drawn model of a family with every number at random, and return it as it is opened.
+
+    It drops nothing in training.
+    """
     warnings.simplefilter("ignore")
     transformers = importlib.import_module("transformers")
     config = variants()[family](random.Random(f"{family}{seed}"))
     config.vocab_size = VOCAB
+    for name in _DROPOUTS.split():
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config)
     # Norms of 1 and biases of 0 would hide a wrong place.
