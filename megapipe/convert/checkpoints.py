@@ -89,7 +89,7 @@ def import_checkpoint(
     content = text_of(read_json(source / "config.json"))
     quantised = is_mxfp4(content)
     if quantised:
-        # What is written has other weights.
+        # The imported weights are bfloat16.
         content = {key: x for key, x in content.items() if key != "quantization_config"}
     model = from_huggingface(content)
     family = content["model_type"]
