@@ -24,12 +24,14 @@ from megapipe.tensor_parallel.pieces import Pieces
 class Edge(NamedTuple):
     """The collectives at an edge of a tensor-parallel region, where tensors enter or leave it.
 
-    A collective of the tensor runs in forward, and the conjugate one of its gradient in backward.
+    Forward runs a collective on the tensor. Backward runs the conjugate collective on its gradient,
+    such as a reduce-scatter after an all-gather.
 
     Attributes:
-        forward, backward: (tensor) -> its pending result; both may overwrite their argument.
+        forward, backward: start a collective on a tensor, which they may overwrite, and return
+            its pending result.
         first: True on the rank that adds a bias. The others do not, as the sum over ranks would
-            have it t times.
+            contain the bias t times.
         pieces: if given, the product at this edge is computed in pieces of its rows, which overlap
             with the collective.
     """
@@ -45,12 +47,12 @@ INSIDE = Edge()
 
 
 def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
-    """Return the collectives at the entrance of a tensor [s, ...] to a region that ranks split.
+    """Return the collectives where a tensor [s, ...] enters a region that ranks split.
 
-    Under sequence parallelism it is [s/t, ...] outside of the region.
+    Under sequence parallelism the tensor is [s/t, ...] before it enters, on each of t ranks.
 
     Args:
-        tp: the ranks that split the region.
+        tp: the t ranks that split the region.
         sequence_parallel: outside of the region a rank has only its part of the tokens.
         in_pieces: overlap the product with the collective, see `Pieces`.
     """

@@ -15,9 +15,10 @@ from megapipe.tensor_parallel.vocabulary import add_rows_gradient, look_up
 
 
 class _Lookup(torch.autograd.Function):
-    """Autograd of weight[ids], zero where an id is on another rank, summed over the ranks.
+    """The autograd function of a lookup: weight[ids] on the rank with the row, summed over ranks.
 
-    The gradient is added row by row into main_grad.
+    A rank contributes 0 for an id whose row is on another rank. Backward adds the gradient row by
+    row into the weight's main_grad.
     """
 
     @staticmethod
@@ -53,7 +54,7 @@ class VocabParallelEmbedding(nn.Module):
     """A word embedding split by rows: rank r holds the rows r v/t .. (r+1) v/t - 1.
 
     Args:
-        num_embeddings: v, the rows on all ranks together; must divide by tp.
+        num_embeddings: v, the rows on all t ranks together, a multiple of t.
         embedding_dim: h.
         sequence_parallel: the output has this rank's tokens only; the sequence is the first
             dimension of the ids.

@@ -155,11 +155,11 @@ def wide_of(x: Tensor) -> torch.dtype:
 
 
 def exp_of(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
-    """Return exp(logits - shift), in the type of `space`.
+    """Return exp(logits - shift), with the dtype of `space`.
 
     Args:
         logits: [n, block]. shift: [n].
-        space: memory for the result, see `space_of`; if empty, new memory is allocated.
+        space: memory for the result, see `space_of`. If it has no elements, new memory is used.
     """
     if not len(space):
         return (logits.to(space.dtype) - shift[:, None]).exp_()
@@ -239,7 +239,7 @@ def _to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor
 
 
 def space_of(rows: Tensor, width: int) -> Tensor:
-    """Return memory for the float32 logits of any one block; empty on a GPU.
+    """Return memory that fits the float32 logits of one block of vocabulary; 0 elements on a GPU.
 
     A block has the logits of all rows for a part of the vocabulary. The memory is allocated once
     for all blocks: the operating system clears what it hands out, which takes time.
@@ -298,8 +298,8 @@ def vocab_parallel_linear_cross_entropy(
     """Return each token's cross entropy directly from the hidden states.
 
     Equals `vocab_parallel_cross_entropy(x W^T, target)`. Logits are rounded to x's type; everything
-    else is float32. Unless the logits are kept, 1M of them exist at a time (256M on a
-    GPU). That costs one more matrix product, two under a B/W split.
+    else is float32. More than `most_kept` logits are computed again in backward. Then 1M of them
+    exist at a time (256M on a GPU), for one more matrix product, two under a B/W split.
 
     Args:
         x: [..., h], the same on all tp ranks; its gradient is summed over tp.

@@ -133,7 +133,7 @@ def _weight_pass(
     """Return a function that waits for both tensors, and adds grad^T x into main_grad.
 
     Args:
-        products: the kind of product. main_grad: [out, in].
+        products: multiplies, quantised or not. main_grad: [out, in].
         grad: the output's gradient [..., out], pending. x: the input [..., in], pending.
     """
 

@@ -21,7 +21,7 @@ PIECES = 4
 
 
 class Multiply(Protocol):
-    """The type of a function that multiplies rows with a weight."""
+    """A function multiply(rows, *, out=None) -> product of the rows with a weight."""
 
     def __call__(self, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return rows [n, ..., k] -> [n, ..., width], written to `out` if it is given."""
@@ -46,7 +46,7 @@ class Pieces(NamedTuple):
 
         Args:
             x: [n, ..., k], this rank's rows.
-            multiply: the product, called once for each rank's rows.
+            multiply: multiplies some rows with the weight; called once for each rank's rows.
             width: last dimension of the product.
         Returns: (product [t n, ..., width], gathered rows [t n, ..., k]); n rows instead of t n if
             not `shares`.

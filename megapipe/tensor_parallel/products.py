@@ -84,8 +84,8 @@ def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     """Add a weight gradient dy^T x to main_grad, in place.
 
     The sum over microbatches always has main_grad's type. On a GPU the product of one microbatch
-    has it, too. CPU kernels round a bf16 product once (relative error 2^-9), because a float32
-    product takes four to five times as long.
+    has that type, too. CPU kernels round the product to bf16 first (relative error 2^-9), because
+    a float32 product takes four to five times as long.
 
     Args:
         main_grad: [out, in]. dy: [n, out]. x: [n, in].

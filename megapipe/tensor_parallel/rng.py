@@ -52,9 +52,9 @@ class Stream:
         recomputes: False if recomputation is switched off for this microbatch.
         cp: the ranks that share its sequences; `cut` says which tokens are on this rank.
         dp: the ranks that run other microbatches in the same order at the same time.
-        weigh: (number of tokens, part = 1.0 or omitted) -> the weight, in the loss that the step
-            differentiates, of a mean over these tokens. For losses of layers, such as a router's.
-            In a slice, the number counts the slice's tokens; with part 1.0 the whole microbatch's.
+        weigh: weigh(tokens, part=1.0) -> the weight of a layer's own mean loss, such as a router's,
+            in the loss that the step differentiates. `tokens` is the number in the slice; with part
+            1.0 the number in the whole microbatch.
         kept: choices of a forward for its recomputation, under keys that the layers choose.
         piece, length: the slice that the pass runs, of sequences of this length. None: no slices.
         prefix: tensors of earlier slices for later ones, under keys that the layers choose. All
@@ -106,7 +106,7 @@ class Stream:
     def activate(self) -> Token[Stream | None]:
         """Do as `active` does, for the rest of the running contextvars context.
 
-        Returns: the token that resets it.
+        Returns: contextvars' token, by which the caller restores the stream before.
         """
         return _stream.set(self)
 
@@ -212,7 +212,7 @@ def draws(
 def _uniform(
     shape: Sequence[int], first: int, rows: int, device: torch.device, *name: object
 ) -> Tensor:
-    """Return some rows of a tensor of uniform float32 numbers in [0, 1) that depend on its name.
+    """Return some rows of a tensor of uniform float32 numbers in [0, 1), seeded by `name`.
 
     The tensor consists of at most _BLOCKS blocks of rows. Each block has a stream of its own, so
     that a rank draws only the blocks that it needs.
@@ -243,7 +243,7 @@ def initialize(module: nn.Module, seed: int, tp: Axis, threads: int | None = Non
     Args:
         seed: with the parameter's global name, it names the random stream.
         tp: tensor parallelism, which splits the weights.
-        threads: by default this rank's part of the machine's cores; 1 for small modules.
+        threads: threads that draw. None: this rank's part of the cores, or 1 for small modules.
     Raises: ConfigError if a parameter's size differs from its Layout's.
     """
     jobs: list[Callable[[], object]] = []

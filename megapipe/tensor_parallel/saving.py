@@ -18,9 +18,9 @@ _running: ContextVar[tuple[str, dict[int, str]]] = ContextVar("running")
 
 
 def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, wrapped so that its saved tensors are labelled with a module's name.
+    """Return the function, wrapped so that tensors it saves for backward have a module's name.
 
-    --offload-modules chooses saved tensors by these labels, see `saver`.
+    --offload-modules chooses saved tensors by these names, see `saver`.
 
     Args:
         module: Megatron-LM's name of a part of a layer, as --offload-modules takes it.
@@ -40,9 +40,9 @@ def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saves(module: str, *tensors: Tensor) -> None:
-    """Label saved tensors with another module's name than the running function's.
+    """Give saved tensors the name `module` in place of the running function's, see `named`.
 
-    No effect where no function of `named` is running.
+    No effect where no function wrapped by `named` is running.
 
     Args:
         module: Megatron-LM's name of a part of a layer.
@@ -57,7 +57,7 @@ def saves(module: str, *tensors: Tensor) -> None:
 
 
 def saver(storage: int) -> str:
-    """Return the name of the module that a saved tensor belongs to; "" if none is running.
+    """Return the module's name of a saved tensor; "" where no function of `named` is running.
 
     Args:
         storage: the address of the tensor's storage.

@@ -33,7 +33,7 @@ from megapipe.tensor_parallel.softcap import cap_, slope_of
 class VocabularyRows(nn.Module):
     """A rank's rows of a weight [v, h] that is split over all ranks of a pipeline.
 
-    The parameter is named `weight[k/n]`.
+    The parameter is named `weight[k/n]`, such as weight[0/4] on the first of four ranks.
 
     Args:
         full: (v, h).
@@ -107,8 +107,8 @@ def share_of_loss(
         cap: the number c of capped logits, c tanh(logit / c); None for plain ones.
     Returns: a message, and the state for `add_head_gradient`. The message is one flat tensor of
         rows' type with
-        - [n, h], the mean of the share's rows under its own softmax;
-        - [n, h], the label's row, 0 if the label is in another share;
+        - [n, h], for each token the mean of `weight`'s rows under the share's own softmax;
+        - [n, h], the label's row of `weight`, 0 if the label is in another share;
         - [3, n] in float32: maximum, sum of exponentials, and the label's logit, -inf if the label
           is in another share.
     """
@@ -191,7 +191,7 @@ def combine(
     Args:
         shares: the messages of `share_of_loss`, of one dtype.
         hidden: h. tp: the ranks that split each share.
-        part: (k, n): combine only the k-th of n equal runs of the tokens.
+        part: (k, n): cut the tokens into n equal runs, and combine run k only, from 0.
     """
     dtype = shares[0].dtype
     tokens = shares[0].numel() // (2 * hidden + 3 * _numbers(dtype))
@@ -282,5 +282,5 @@ def add_rows_gradient(ids: Tensor, grad: Tensor, into: Tensor) -> None:
 
 
 def _numbers(dtype: torch.dtype) -> int:
-    """Return how many elements of a type take the bytes of one float32 number, as messages need."""
+    """Return how many elements of `dtype` in a message hold one float32 number: 2 for bf16."""
     return torch.promote_types(dtype, torch.float32).itemsize // dtype.itemsize

@@ -48,7 +48,8 @@ class _Backward(threading.local):
     Two B passes of one stage may run at the same time, in two threads.
 
     Attributes:
-        owes: the products that the pass has left to its W pass so far; None outside of B passes.
+        owes: the products that the B pass has left to the W pass of its microbatch so far; None
+            outside of B passes.
     """
 
     owes: list[Job] | None = None
@@ -88,7 +89,7 @@ class WeightGrads:
 
     @contextmanager
     def deferring(self, microbatch: int) -> Iterator[None]:
-        """Return a context for a B pass, which keeps its products until `run(microbatch)`."""
+        """Return a context for a B pass. Its weight gradients wait for `run(microbatch)`."""
         # One list with two names: the running B appends to it, and W finds it by microbatch.
         self._backward.owes = self._owed[microbatch] = []
         try:

@@ -24,14 +24,14 @@ _STEP = 16
 
 
 class Recipe(NamedTuple):
-    """A way to quantise operands. The values have Megatron-LM's names.
+    """A way to quantise operands. `format`, `kind` and `algorithm` have Megatron-LM's values.
 
     `dtype` and `block` return an operand's FP8 type and the shape of its blocks.
 
     Attributes:
         format: e4m3 for all operands, or hybrid: e5m2 for gradients.
-        kind: tensorwise: one factor by the tensor's largest value. delayed: one factor by the
-            largest values of earlier steps. blockwise, mxfp8: a factor for each block.
+        kind: tensorwise: one factor by the tensor's largest absolute value. delayed: one factor by
+            the largest values of earlier steps. blockwise, mxfp8: a factor for each block.
         weight_grads: also quantise the operands of the weight's gradient.
         margin: for delayed, room for values up to 2^margin times the largest one.
         history: for delayed, the number of steps that are remembered.
@@ -74,7 +74,7 @@ def products_of(recipe: Recipe | None) -> Products:
 
 
 class Scaled(Products, nn.Module):
-    """Products of quantised operands, as `recipe` says. Blocks run along the sum of each product.
+    """Products of quantised operands. Blocks run along the dimension that a product sums over.
 
     A weight is identified by its offset in its storage. The offset stays the same when sharded
     weights are freed and gathered again.
@@ -107,7 +107,7 @@ class Scaled(Products, nn.Module):
 
     @property
     def by_rows(self) -> bool:  # type: ignore[override]
-        """Whether the factors of a row depend on this row only, so that pieces can be quantised."""
+        """Whether a row's factors depend on this row only. Then groups of rows can be quantised."""
         return self.recipe.block(INPUT) is not None
 
     def forward(
@@ -195,7 +195,7 @@ class Scaled(Products, nn.Module):
         return of_whole(x, dtype, self.expected(amax, role), self.recipe.margin)
 
     def seeing(self, amax: Tensor, role: int) -> None:
-        """Record an operand's largest absolute value amax, by role. Only `Delayed` does so.
+        """Record the largest absolute value amax of an operand. Does nothing but in `Delayed`.
 
         role: INPUT, WEIGHT or GRADIENT.
         """
@@ -214,7 +214,7 @@ class Delayed(Scaled):
     """Products whose factors follow from the largest values of earlier steps (delayed scaling).
 
     Factors do not change during a step. So every microbatch has the same factors, in any schedule
-    and in recomputations. All ranks with this layer share them, so every layout has the same, too.
+    and in recomputations. All ranks with this layer share them, so they are equal in every layout.
     Before the first step has ended, an operand is scaled by its own largest value.
 
     `keeping(True)` starts a step, and `after` returns the history at its end.

@@ -43,7 +43,7 @@ class Quantised(NamedTuple):
     block: tuple[int, int] | None = None
 
     def transposed(self, columns: int) -> Quantised:
-        """Return the transposed matrix. With square blocks it equals the quantised transpose.
+        """Return the transposed matrix; with square blocks, as if the transpose had been quantised.
 
         Args:
             columns: k, which the padded values do not show.
