@@ -50,7 +50,8 @@ DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 def start_block(config: Config) -> str:
     """Return the text to print at the start: a line for each flag that changes nothing.
 
-    Such a flag is at its value already, or has no effect here. The text is empty for none.
+    Such a flag asks for what megapipe does anyway, or has no effect in this run. The text is
+    empty if there is no such flag.
     """
     rows = [*config.noop_flags, *idle(config)]
     if not rows:
@@ -62,12 +63,12 @@ def start_block(config: Config) -> str:
 
 
 def as_here(config: Config) -> Config:
-    """Return the configuration with the settings that this build of torch can run."""
+    """Return the configuration, set to run on CPUs if this build of torch has no GPU support."""
     return on_cpus(config) if built_for_cpus() else config
 
 
 def settled(config: Config, model: ModelConfig) -> Config:
-    """Return the configuration with this model, and without flags that do nothing for its layers.
+    """Return the configuration of this model, with flags reset that do nothing for its layers.
 
     `start_block` still reports these flags.
     """
@@ -319,9 +320,10 @@ def _data_problems(
 def _reordered(
     config: Config, start: Path, tokenizer: Tokenizer, train: Part | None
 ) -> TokenDataset | None:
-    """Return the training samples if their order may differ from the checkpoint's; else None.
+    """Return the training samples if the checkpoint's run may have read them in another order.
 
-    It may differ only if this run's length differs. Ordering a large dataset takes a while.
+    Returns None otherwise. The order may differ only if the length of the two runs differs, as it
+    depends on that. Ordering a large dataset takes a while.
 
     Args:
         config: the configuration.

@@ -248,7 +248,7 @@ class Driver:
         return Handover(result, good=good, leaving=leaving)
 
     def _waits(self, n: int, before: Handover) -> bool:
-        """Return whether iteration n must end at once, so that its update waits for the norm.
+        """Return whether the update of iteration n must wait for the norm, and not guess.
 
         before: the state that the last step handed over.
         """

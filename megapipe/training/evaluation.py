@@ -102,7 +102,7 @@ class Evaluation:
 
         Args:
             batches_at: returns the microbatches of a step, given the number of samples before it.
-                Without such a set it is None, and nothing is evaluated.
+                None, without validation or test set: nothing is evaluated.
             where: names the evaluation in the report, such as "iteration 100".
             consumed: number of the first sample; by default where the last evaluation has stopped.
         """

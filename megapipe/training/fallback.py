@@ -20,9 +20,9 @@ from megapipe.training.run import Run
 def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
     """Return the checkpoint to load, with its files verified; None to start fresh.
 
-    The result is the same on all ranks, which share the verification. A checkpoint that
-    --ckpt-step names is never replaced by another one. In the folder of --save, damaged ones are
-    renamed, so that this run can save there.
+    The result is the same on all ranks; each verifies a part of the files. A checkpoint that
+    --ckpt-step names is never replaced by an older one. In the folder of --save, damaged
+    checkpoints are renamed, so that this run can save there.
 
     Args:
         config: the checkpoint flags.

@@ -41,7 +41,7 @@ def with_rescheduling(hooks: Hooks, config: Config, plan: Plan) -> Hooks:
 
 
 class Rescheduling(Callback):
-    """Measures steps 2 to N, searches for a faster table, changes to it, and reports the gain.
+    """Measures steps 2 to N (--reschedule-after), and changes to a faster table if there is one.
 
     The new table may use the activation memory that --memory-limit-gib allows. Without that flag a
     rank may hold as much as the heaviest rank does under the plan's table.

@@ -65,7 +65,7 @@ class Run:
         self.report.say(text)
 
     def schedule_of(self, config: Config) -> Schedule:
-        """Return the table of the same layers for the batch size of `config`.
+        """Return the run's table, remade for the batch size of `config`.
 
         All ranks call it. Where the order is searched, rank 0 searches for all of them.
         """

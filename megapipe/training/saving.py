@@ -160,7 +160,7 @@ class Saving:
 
         Args:
             save: saves, or waits for a save.
-            last: whether a failure ends the run in any case.
+            last: whether the run ends with this save. Its failure then raises in any case.
             alarmed: a warning of this failure was printed before, so only the consequence is
                 printed here.
         Raises: CheckpointError for a failure that ends the run.

@@ -26,7 +26,7 @@ OF_LAST = 100
 
 
 class Guard:
-    """Judges the losses and norms of a run. All ranks have equal numbers and agree.
+    """Judges the losses and norms of a run. They are equal on all ranks, so ranks judge equally.
 
     `step` runs a step and judges it, `judge` judges one that cannot run again.
 
@@ -47,14 +47,14 @@ class Guard:
         """Run a step, a second time if its numbers look wrong, and judge it.
 
         Args:
-            run: run(refuses) runs the step. refuses(mean losses by name) returns True if the step
-                must update nothing.
+            run: a function that runs the step, called with one argument `refuses`. It calls
+                refuses(mean losses by name), and updates nothing if that returns True.
             iteration: the step's iteration.
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.
         Returns: the outcome of the last time that the step ran.
-        Raises: TrainingError for a number that is not finite twice, or after too many bad steps in
-            a row.
+        Raises: TrainingError if a number is not finite in both tries, or after too many bad steps
+            in a row.
         """
         twice = self.guards.rerun_mode == "validate_results"
         limits = self._limits()

@@ -111,7 +111,7 @@ class Stopping:
         return None
 
     def _asked(self) -> str | None:
-        """Return as text the signal that any rank received, or the time if it is over; or None."""
+        """Return why all ranks must stop: a signal on any rank, or too long a run; else None."""
         most = self.flags.exit_duration_in_mins
         # No rank can want to stop, so no step pays for the all-reduce.
         if most is None and not self.flags.exit_signal_handler:

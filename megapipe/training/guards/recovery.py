@@ -26,9 +26,11 @@ from megapipe.training.run import Run
 
 
 def kept_by(run: Run) -> Copies | None:
-    """Return the states in memory of a run whose flags ask for them. Collective over the world.
+    """Return the training states that this rank keeps in shared memory, its own and its peers'.
 
-    Returns: None without the flags, or if no launcher would start a lost rank again.
+    Collective over the world.
+
+    Returns: None if no flag asks for copies, or if no launcher would start a lost rank again.
     Raises: CheckpointError on all ranks if a machine's shared memory has no room, or if ranks of
         one machine alone would keep a state.
     """
@@ -79,7 +81,7 @@ def kept_line(sizes: Sequence[int], clique: Clique, every: int) -> str:
 
     Args:
         sizes: bytes of each rank's state.
-        clique: the ranks that keep the printing rank's state.
+        clique: this rank and the ranks with which it exchanges copies of states.
         every: steps between two copies.
     """
     own = clique.axis.ranks[clique.axis.rank]
@@ -110,12 +112,12 @@ def _content(run: Run) -> Mapping[str, Any]:
 
 
 def returned(run: Run, copies: Copies) -> Run | None:
-    """Go back to the newest step whose states are all in memory; return the run there.
+    """Go back to the newest step with every rank's state in memory; return the run there.
 
     Args:
         run: a fresh run, whose modules and optimizer are loaded in place.
         copies: the states in memory.
-    Returns: None if there is none: the run starts from a checkpoint, or from the beginning.
+    Returns: None if there is no such step: the run starts from a checkpoint, or from the beginning.
     """
     began = monotonic()
     config = run.config

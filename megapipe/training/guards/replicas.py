@@ -26,8 +26,8 @@ def check_replicas(
 ) -> None:
     """Compare parameters and buffers over all ranks that have the same ones.
 
-    Parameters that tensor parallelism does not split are compared over it too. A rank sends one
-    hash if nothing differs. Collective over the mesh.
+    Parameters that tensor parallelism does not split are also compared over tensor-parallel ranks.
+    A rank sends one hash if nothing differs. Collective over the mesh.
 
     Args:
         modules: this rank's stages.
@@ -142,8 +142,8 @@ def _as_int64(x: Tensor) -> Tensor:
 def _folded(words: Tensor) -> Tensor:
     """Return one int64, a tensor [], that depends on all numbers of an int64 tensor.
 
-    The numbers are arranged in rows of _ROW. Each number of a row is multiplied by an odd number of
-    its own, and each row is summed. The sums are folded in the same way, until one is left.
+    The numbers are arranged in rows of length _ROW. Column i is multiplied by the i-th odd number
+    of `_odd`, and each row is summed. The sums are folded in the same way, until one is left.
 
     Args:
         words: the int64 tensor.

@@ -58,7 +58,10 @@ class Again:
         return self.passes + self.outside
 
     def of_table(self, schedule: Schedule) -> tuple[float, float]:
-        """Return (passes, bubble) of a table of the same stages, such as for another batch size."""
+        """Return the predicted (passes, bubble) of another table, such as for another batch size.
+
+        The table must have the same stages.
+        """
         if schedule is self.schedule:
             return self.passes, self.bubble
         return _played(schedule, self.costs, {}, {})
@@ -103,8 +106,8 @@ def _played(
     """Return (seconds of the passes, bubble) of a simulated step.
 
     Args:
-        took: seconds of single passes, with the host's time before each.
-        host: the host's seconds before each of these passes.
+        took: {pass: its measured seconds, with the host's time before it}, in place of the costs.
+        host: {pass: the host's seconds before it}, which are idle time of the device.
     """
     timeline = simulate(schedule, costs, took)
     # The host's time between two passes is no work: a measured bubble has it too.

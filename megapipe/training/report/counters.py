@@ -209,7 +209,7 @@ class Counters:
         return self._again
 
     def _renew(self) -> None:
-        """Let `now` compare the last steps with the prediction that holds by now."""
+        """Let `now` compare the last steps with the latest prediction: the plan's, or a new one."""
         assert self._compare is not None
         # The comparison simulates the table, so it is made only if a report asks for it.
         again = partial(self._compare, again=self._again, by_again=self.predicts_again)

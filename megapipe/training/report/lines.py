@@ -115,9 +115,9 @@ def arguments(config: Config) -> str:
 
 
 def held_up_messages(config: Config, schedule: Schedule) -> str:
-    """Return a warning that batched messages over NCCL delay passes; empty if they do not.
+    """Return a warning that messages sent as one batch over NCCL delay passes.
 
-    They do if the table gives a rank several stages.
+    The text is empty if they do not: if each rank has one stage, or no flag asks for batches.
     """
     mode = config.parallel.p2p_mode
     if mode == "plain" or schedule.placement.num_stages == len(schedule.ranks):

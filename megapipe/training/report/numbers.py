@@ -48,10 +48,10 @@ class Number:
     Attributes:
         of: computes the value from a Moment; returns None if a step has no such number.
         line: format of its field in Megatron-LM's line.
-        short: (place in the short line, function that formats the value); None to leave it out. A
-            number with a negative place is never cut off.
-        tag: tag on a board, every --tensorboard-log-interval.
-        line_tag: tag on a board, with each line.
+        short: (rank of importance in the short line, function that formats the value); None to
+            leave it out. A number with a negative rank is never cut off.
+        tag: tag in TensorBoard and Weights & Biases, every --tensorboard-log-interval.
+        line_tag: tag there, written with each line.
         key: key in --metrics-file.
         null: whether --metrics-file has null for a step without this number.
         asked: returns whether the flags ask for the number.
@@ -107,9 +107,9 @@ PASSES = (
 
 
 def _of_passes(row: Number) -> Number:
-    """Return a number computed from a Moment, given one computed from its Measured.
+    """Return a number that takes a Moment, given one that takes a Measured, by `Moment.now`.
 
-    It is None for a Moment before anything was measured.
+    Its value is None before anything was measured.
 
     Args:
         row: the number whose `of` takes a Measured.
@@ -259,7 +259,7 @@ def fields(rows: Sequence[Number], moment: Any) -> Iterator[str]:
 
 
 def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
-    """Return scalars for a board by tag.
+    """Return the values for TensorBoard and Weights & Biases by tag.
 
     Args:
         moment: the values to report.
@@ -301,7 +301,7 @@ def asked(config: Config) -> list[Number]:
 
 
 def _paired(name: str, predicted: str, value: Any) -> dict[str, Any]:
-    """Return {name: value}, or for a (measured, predicted) pair two items.
+    """Return {name: value}; for a (measured, predicted) pair {name: ..., predicted: ...}.
 
     predicted: the key of the prediction.
     """

@@ -40,7 +40,7 @@ Board = TensorBoard | WeightsAndBiases
 class Reporter:
     """Writes the log, boards and the metrics file on one rank; silent on all others.
 
-    That rank has the loss, as in Megatron-LM, where it is the last rank.
+    The rank that writes has the loss. In Megatron-LM it is the last rank.
 
     Every rank calls `measure` and `iteration` after each step, `validation` after an evaluation,
     `pause` after work between steps, and `close` at the end. `reading` times waits for samples.

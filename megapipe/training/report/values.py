@@ -166,7 +166,7 @@ def copies(now: Measured) -> tuple[list[dict[str, float]], list[dict[str, float]
 
 
 def exposed_copies(now: Measured) -> tuple[float, ...] | None:
-    """Return (measured, predicted): the longest wait of a rank for copies in a step, in ms.
+    """Return two times in ms, (measured, predicted): the longest wait of a rank for copies.
 
     Returns None without copies.
     """
@@ -177,7 +177,7 @@ def exposed_copies(now: Measured) -> tuple[float, ...] | None:
 
 
 def most_exposed(now: Measured) -> tuple[float, ...] | None:
-    """Return (rank, out, back, exposed, and the last three as predicted) of one rank's copies.
+    """Return seven numbers: (rank, out, back, exposed, predicted out, back and exposed).
 
     The rank is the one whose passes wait longest for copies. Times are in ms. Returns None without
     copies.

@@ -57,7 +57,7 @@ class StepReading:
 
     `wait` waits for the data of a pass. `batches` returns the iterator that a stage gets.
 
-    `borders` returns the documents at whose ends slices are cut.
+    `borders` returns `documents` if slices must end where documents end.
 
     Attributes:
         config: the run's configuration, with the batch size of this step.

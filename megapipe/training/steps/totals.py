@@ -156,7 +156,7 @@ def _rows(
     Args:
         losses: the losses of this rank's microbatches.
         names: the names of reported values, in the order of the rows.
-        check: two pairs of numbers, by which it is seen whether ranks run the same step.
+        check: two pairs of numbers. Their sums show whether ranks are at the same step.
         device: where the sum is made.
     """
     on_host = torch.cat((torch.zeros(len(names) + 1, 2), torch.tensor(check, dtype=torch.float64)))
