@@ -36,11 +36,11 @@ from megapipe.optim.traits import split_problem
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a step, summed over ranks. They are in the flat buffers.
+    """The norm and the scale of a step's gradients. `Optimizer.buffers` has the gradients.
 
     Attributes:
-        norm: their norm over the whole model, multiplied by `scale`, before clipping.
-        scale: factor by which they are still to be multiplied.
+        norm: L2 norm of all gradients of the model, with `scale` applied, before clipping.
+        scale: factor by which `update` still has to multiply the gradients.
     """
 
     norm: Late[float]
@@ -65,7 +65,7 @@ class Optimizer:
         mesh: this rank's mesh.
         groups: gives each parameter's factors on learning rate and weight decay.
         distributed: ZeRO-1: each data-parallel rank has main parameters and state only for its
-            share. Results are bitwise equal.
+            share. The trained weights are bitwise equal to those without ZeRO.
         shards_grads: ZeRO-2: full gradients exist only while passes use them.
         shards_weights: ZeRO-3: full weights exist only while passes use them.
         eight_bits: gather quantised weights in 8 bits.
@@ -86,7 +86,8 @@ class Optimizer:
         live: counts the bytes of sharded tensors that are full at the moment.
         steps: number of updates so far, which Adam's bias correction needs.
 
-    Raises: ConfigError for names that occur twice, impossible ties, or if nothing is trained.
+    Raises: ConfigError for names that occur twice, tied weights that do not fit together, or if
+        nothing is trained.
     """
 
     def __init__(
@@ -171,7 +172,8 @@ class Optimizer:
 
         Args:
             scale: factor on the gradients. If it is a tensor, the host does not wait for it.
-            sums: this step's sums, if passes have begun some; else None.
+            sums: the `Reduction` with which the step's passes have begun to sum; None if none has
+                begun.
         """
         if sums is None:
             sums = self.reduction()
@@ -204,8 +206,8 @@ class Optimizer:
         """Return the tensors that a resumed run needs and this rank owns.
 
         They are {name of a state, such as exp_avg: {parameter: tensor}}. If the model has 16-bit
-        weights, the main parameters are added under "master". A use of a tied weight on its owner's
-        rank has none.
+        weights, the main parameters are added under "master". Uses of a tied weight without
+        optimizer state are left out, such as a head on the rank of its embedding.
 
         Tensors are views. Under ZeRO-1 they are full copies on the host, from which `load_state`
         takes the shares, and the call is collective over data parallelism.
@@ -221,10 +223,11 @@ class Optimizer:
         return found
 
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over the tensors from `state`, after a checkpoint's values were written into them.
+        """Use the values that a checkpoint has written into the tensors of `state`.
 
-        Without ZeRO-1 these tensors are views, and nothing is copied. Under ZeRO-1 this rank's
-        shares are copied from them.
+        `state` is what the method `state` returned. Without ZeRO-1 its tensors are views of the
+        optimizer's own, and there is nothing to do. Under ZeRO-1 this rank's shares are copied from
+        them.
         """
         if not self.distributed:
             return
@@ -244,7 +247,7 @@ class Optimizer:
         return [flat for _, flat in self.placed_flats(chunk)]
 
     def placed_flats(self, chunk: int) -> list[tuple[FlatBuffers, Tensor]]:
-        """Return `flats`, each with the buffers that know the places of its parameters."""
+        """Return [(its bucket's buffers, flat)] for each flat tensor that `flats` returns."""
         own = self.chunks[chunk]
         found = []
         for n, b in enumerate(self.owned):
@@ -269,7 +272,7 @@ class Optimizer:
         """Send weights from their owners to the replicas on mirrored ranks, under DualPipe.
 
         Args:
-            shares: send only this rank's share.
+            shares: send only this rank's ZeRO share of each weight; otherwise whole weights.
         """
         for source, buffers in self._twins:
             weights = buffers.shard if shares else buffers.model

@@ -29,16 +29,16 @@ class Reduction:
 
     Gradients are summed over tensor parallelism, over data parallelism, over DualPipe's replicas
     and over the uses of tied weights. The executor calls `begin` before a stage's backward passes,
-    and `start` after the last one. `start_early` starts some buckets before, and `finish` is called
-    at the end of the step.
+    and `start` after the last one. During the last one it may call `start_early`, for buckets whose
+    layers are complete. `finish` is called at the end of the step.
 
     Attributes:
         chunks: for each stage of this rank, its buckets in the order in which they are complete.
-        ready: for each stage and bucket, (position of the bucket's first layer, number of layers of
-            the stage).
+        ready: for each stage and bucket, (first layer, number of layers of the stage). The bucket
+            is complete once the backward has passed its first layer, counted within the stage.
         twins: buckets that also exist on the mirrored rank, in the same order on both ranks.
         ties: weights that are used several times.
-        whole: buffers that are reduced after everything else.
+        whole: buckets whose gradients stay unsharded though others are sharded; `finish` sums them.
         dtype: type to which gradients are rounded for the transfer over data parallelism; None for
             their own.
     """
@@ -59,7 +59,7 @@ class Reduction:
 
     @property
     def sharded(self) -> list[ShardedBuffers]:
-        """The buffers whose gradients are reduced several times within a step."""
+        """The buckets with sharded gradients, which are summed after each sequence of passes."""
         return [b for chunk in self.chunks for b in chunk if isinstance(b, ShardedBuffers)]
 
     def start_early(self, chunk: int, layer: int, layers: int) -> None:

@@ -76,7 +76,7 @@ def multiply(grad: Tensor, factors: Factors) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the parameters, which a rule updates in place.
+    """Some parameters that a rule updates in place, with their gradients, state and rates.
 
     For an elementwise rule a part has many parameters in one flat tensor. For any other rule it is
     a single parameter. `whole` and `mine` gather and cut a split parameter, and `round_value`
@@ -136,7 +136,7 @@ class Part:
 
     @property
     def _axis(self) -> Axis:
-        """The axis that splits the parameter: tp, or the axis that splits each expert."""
+        """The axis that splits the parameter: etp for a parameter of an expert, else tp."""
         name = "etp" if self.layout.experts else "tp"
         return self.tp.named(name)
 
@@ -148,8 +148,8 @@ class Rule(Protocol):
 
     A rule may also have these attributes:
     - `sweeps`: the rule itself multiplies gradients by Part.factors and rounds to Part.model.
-    - `keeps_grad`: apart from multiplying by the factors it does not change gradients. If an update
-      may have to be repeated from its gradients, any other rule is given copies.
+    - `keeps_grad`: the rule leaves gradients as they are, but for multiplying by the factors. A
+      rule without it is given copies whenever the gradients are needed again.
     - `may_round`: its state may be stored in 16 bits.
 
     `update` updates all parameters of a rank.
@@ -168,6 +168,6 @@ class Rule(Protocol):
         """Update all parameters of this rank.
 
         Args:
-            parts: the parameters, in parts.
+            parts: all parameters of the rank, a few or one in each `Part`.
             steps: number of updates before this one.
         """

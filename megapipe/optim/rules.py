@@ -37,7 +37,7 @@ class Adam:
         `steps` is the number of updates before this one.
         """
         for part in parts:
-            if not _is_rounded(part):
+            if not _is_narrow(part):
                 sweep(part, self.flags, steps)
                 continue
             # Stored gradients get the factors too: a step that is undone reads them again.
@@ -58,17 +58,17 @@ def wide_of(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _is_rounded(part: Part) -> bool:
+def _is_narrow(part: Part) -> bool:
     """Return whether a part's value, gradient or state has fewer bits than its update needs."""
     wide = wide_of(part.value)
     return any(x.dtype != wide for x in (part.value, part.grad, *part.state.values()))
 
 
 def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
-    """Yield (piece, copies) for each piece of a part, with tensors wide enough for the update.
+    """Yield (piece, copies) for each PIECE elements of a part, copied to at least float32.
 
-    The copies are pairs (stored tensor, its copy in the wider type). After the update of the
-    copies, the caller rounds them to the stored tensors.
+    A piece is a Part with the copies. `copies` are (stored tensor, its copy in the wider type). The
+    caller updates the piece, and then rounds each copy to its stored tensor.
     """
     dtype = wide_of(part.value)
     for start in range(0, part.value.numel(), PIECE):
@@ -91,7 +91,9 @@ def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
 
 
 class Sgd:
-    """The rule SGD with momentum, as in torch.optim: m = momentum m + grad + decay w; w -= lr m.
+    """The rule SGD with momentum, as in torch.optim: m = beta * m + g + decay * w; w -= lr * m.
+
+    m is the momentum, g the gradient, w the weight, and beta is --sgd-momentum.
 
     `update` updates parts of the parameters. `flags` are the optimizer's flags.
     """
@@ -162,9 +164,9 @@ class Muon:
         """Return x [rows, columns] after orthogonalising and scaling it as --muon-scale-mode says.
 
         Args:
-            fused: () if x is one matrix. If x holds several matrices, such as queries, keys and
-                values, groups of their rows follow each other in turns. Then this is the number of
-                rows of each matrix in one turn. Each matrix is orthogonalised separately.
+            fused: () if x is one matrix. Otherwise the rows of several matrices alternate, and this
+                is the number of rows of each in turn: (2, 1, 1) for rows q q k v q q k v. Each
+                matrix is orthogonalised separately.
         """
         # Groups of rows of several matrices alternate: each matrix is orthogonalised by itself.
         if fused:
@@ -187,7 +189,7 @@ class Muon:
 
 
 def is_matrix(part: Part) -> bool:
-    """Return whether Muon updates a single parameter; otherwise AdamW does.
+    """Return whether Muon updates the one parameter of this part; otherwise AdamW does.
 
     Embeddings and the output head have a row for each token, and a convolution has a few taps for
     each channel; AdamW updates them.

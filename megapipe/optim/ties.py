@@ -27,9 +27,9 @@ class Tie(NamedTuple):
     `owner` is the first use. `on` returns the uses on a rank.
 
     Attributes:
-        uses: the rows of these parameters. The first is the owner, which has the weight. Last come
-            uses without optimizer state, which receive updated weights from the owner's rank. The
-            order is equal on all ranks.
+        uses: one `Row` (name, rank, shape) for each of these parameters. The first is the owner,
+            which has the optimizer state and the place in a checkpoint. Last come the uses that
+            only receive updated weights from the owner's rank. The order is equal on all ranks.
         across: whether the uses are on several pipeline ranks. These ranks are on the axis
             mesh.ends, over which tied weights are exchanged.
     """
@@ -50,7 +50,7 @@ class Tie(NamedTuple):
         return tuple(row.name for row in self.uses if row.rank == rank or not self.across)
 
     def is_received(self, rank: int) -> bool:
-        """Return whether a rank's uses have no optimizer state, so that the owner sends to it."""
+        """Return whether a rank has no optimizer state for the weight, and receives it updated."""
         return self.across and {row.received for row in self.uses if row.rank == rank} == {True}
 
 
@@ -73,10 +73,10 @@ class Ties:
 
     @cached_property
     def all(self) -> tuple[Tie, ...]:
-        """The weights used on this rank, and weights with uses on several ranks of its pipeline.
+        """The tied weights of this rank, and those with uses on several ranks of its pipeline.
 
-        The latter are used on the ranks of the axis mesh.ends. Every rank on it takes part in their
-        sums. The order is equal on all ranks.
+        A weight of several ranks is listed on every rank of the axis mesh.ends, as all of them take
+        part in its sums, with a use or without. The order is equal on all ranks.
         """
         owners = self.census.owners
         users = defaultdict[str, list[Row]](list)
@@ -132,15 +132,16 @@ class Ties:
         return tuple(found)
 
     def of_chunks(self, names: Sequence[Sequence[str]]) -> tuple[list[set[int]], list[int]]:
-        """Return which stages' weights each stage reads, and which stages must send weights.
+        """Return which stages' memory each stage reads, and which stages own weights to be sent.
 
-        A chunk is a stage of this rank, given by its position.
+        A chunk is a stage of this rank, given by its index. If chunk 1 has the head tied to chunk
+        0's embedding, and no other rank uses it, the result is ([{0}, {0, 1}], []).
 
         Args:
             names: for each chunk, the names of its parameters.
         Returns: (needed, senders). `needed` has, for each chunk, the chunks whose memory its
-            parameters use, including itself. `senders` are the chunks with owners of weights in
-            `sent`, ascending.
+            parameters use, including itself. `senders` are the chunks that own a weight in `sent`,
+            ascending.
         """
         chunk_of = {name: n for n, own in enumerate(names) for name in own}
         needed = [{n} for n in range(len(names))]

@@ -27,6 +27,7 @@ def parse_layout(text: str) -> tuple[int, ...]:
 
     E is the embedding, t a layer, m a depth of multi-token prediction, L the loss, and | ends a
     stage. Commas and spaces are ignored. A stage may be empty, or hold E, m or L alone.
+    `Ett|(ttt|)*2,ttL` gives (2, 3, 3, 2).
 
     Raises: ConfigError with everything that is wrong.
     """

@@ -34,8 +34,9 @@ class LayerSpan:
         loss: whether it holds the final norm, the output head and the loss.
         shares: number of parts of the vocabulary, on as many ranks; 1 if the embedding and the head
             are on the first and the last stage alone.
-        share: the vocabulary part on this stage, from 0; None for none. It is the rank's number,
-            counted from the other end on the second of two mirrored chains of stages.
+        share: the vocabulary part on this stage, from 0; None for none. The parts are in the order
+            of the ranks. DualPipe's second copy of the model, whose stages are on the ranks in
+            reverse, has them in reverse too.
         depth: depth of multi-token prediction, from 1; 0 for a stage of the main model. A depth has
             one layer, numbered after the model's layers.
     """
@@ -71,7 +72,8 @@ def partition(
         account_for_embedding: count the embedding as a layer, so that its stage gets one less.
         account_for_loss: count the loss as a layer, so that its stage gets one less.
         first: layers of the first pipeline rank, divided evenly among its stages. The other ranks
-            divide the rest evenly. Under a V the first rank holds both ends of the model.
+            divide the rest evenly. Under a V placement (stages down the ranks and up again) the
+            first rank has both ends of the model.
         last: layers of the last pipeline rank, in the same way.
     Raises: ConfigError, with the nearest numbers that work, if the layers do not divide.
     """
@@ -310,13 +312,14 @@ def _nearest(
 
 
 def _lasts(rest: int, others: int, step: int, near: int | None) -> Iterator[int]:
-    """Yield the closest possible numbers of layers of the last rank, below and above `near`.
+    """Yield the possible numbers of layers of the last rank closest to `near`: at most two.
 
     Args:
         rest: layers of the last rank and of the stages without a given number.
         others: number of the stages without a given number, which divide their layers evenly.
         step: number of stages of the last rank, which divide its layers evenly.
-        near: the given number. None if it is not given: 0 is yielded if `others` divides `rest`.
+        near: the given number. None if no number is given: the last rank is then one of the others,
+            and 0 stands for that if `others` divides `rest`; else nothing is yielded.
     """
     if near is None:
         remainder = rest % others if others else rest

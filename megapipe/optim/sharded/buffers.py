@@ -30,7 +30,7 @@ from megapipe.optim.sharded.passing import Passing
 
 
 class ShardedBuffers(FlatBuffers):
-    """FlatBuffers under ZeRO-1 whose full gradients are allocated and released within a step.
+    """FlatBuffers under ZeRO-2 or ZeRO-3: full gradients exist only while passes add to them.
 
     A stage's passes add to full gradients from `begin_grads` until `start_reduce`, which adds this
     rank's share of their sum over ranks to `total`. `sum_tied` and `take_tied` do the same for tied
@@ -91,7 +91,7 @@ class ShardedBuffers(FlatBuffers):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The gradients that are complete after the last reduction of a step."""
+        """[total, tied]: the tensors with all gradients once a step's sums over ranks are over."""
         return [self.total, self.tied]
 
     def zero_grad(self) -> None:

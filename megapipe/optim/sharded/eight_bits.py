@@ -49,7 +49,7 @@ class _Matrix:
 
     Attributes:
         products: the module's FP8 products, which use the matrix.
-        number: its position among the matrices of its parameter, such as experts.
+        number: its index in a parameter with several matrices, such as one for each expert; else 0.
         start: its first element in the flat buffer.
         r: number of rows.
         k: number of columns.
@@ -87,7 +87,7 @@ class _Matrix:
         return (-(-self.r // rows), -(-self.k // columns))
 
     def rows(self, shard: Tensor) -> tuple[int, Tensor]:
-        """Return (number of the first row, rows [n, k]) of all blocks that meet this rank's part.
+        """Return (index of the first row, rows [n, k]) of the blocks with elements of this rank.
 
         Elements of other ranks are zeros.
 

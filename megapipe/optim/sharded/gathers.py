@@ -24,8 +24,8 @@ class Gathers:
         chunks: for each stage, its buffers.
         needed: for each stage, the stages whose weights it reads, including itself.
         drops: whether `drop` releases weights, which are gathered again before their next use.
-        in_eight_bits: whether passes read some weights in 8 bits. In their own type these weights
-            exist only within `whole`.
+        in_eight_bits: whether `start` gathers some weights in 8 bits. Only `whole` gathers these in
+            their own type, such as bf16.
     """
 
     def __init__(

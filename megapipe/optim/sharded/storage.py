@@ -39,9 +39,10 @@ class Stored(NamedTuple):
 
     Attributes:
         bucket: the parameters.
-        stays: its gradients and weights are not sharded, though others are. Passes of a shared
-            vocabulary use them outside of the stage's own passes.
-        here: whether this rank updates it.
+        stays: its gradients and weights are not sharded, though other buckets' are. It has rows of
+            a vocabulary that is split over the pipeline. Their passes run between those of the
+            stage.
+        here: whether this rank has the bucket's optimizer state and updates it.
         owner: the position on the axis mesh.twins of the rank that updates it; None if no other
             rank has a replica.
     """
@@ -59,7 +60,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Storage:
-    """The settings of what data-parallel ranks shard, and of each stage's buckets.
+    """The settings that decide which tensors are sharded, and how stages are cut into buckets.
 
     `layout` returns the buckets of stages, and `buffers` the flat buffers of a bucket.
 
@@ -105,7 +106,7 @@ class Storage:
         return self.distributed and self.grads and layout_of(param).part[1] > 1
 
     def _stored(self, bucket: Bucket) -> Stored:
-        """Return a bucket with the answers to whether it is sharded, and which rank updates it."""
+        """Return a bucket, with whether it is sharded and which rank updates it."""
         stays = any(map(self._stays, bucket.params.values()))
         stored = Stored(bucket, stays, True, None)
         census = self.ties.census

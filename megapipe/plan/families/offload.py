@@ -129,7 +129,7 @@ class Copies(OfPlan):
             plan.costs,
             held=lambda x: f"{x / GIB:.3g} GiB",
             takes=lambda x: f"{x / step:.1%}",
-            also=_saved,
+            also=_compared,
         )
         return [f"{self.flag}: {first}", *rows]
 
@@ -159,7 +159,7 @@ def host_bytes(plan: Plan) -> float:
     return most
 
 
-def _saved(before: Timeline, now: Timeline) -> str:
+def _compared(before: Timeline, now: Timeline) -> str:
     """Return text on both peaks in GiB, and on how much longer the copies make the step.
 
     Args:

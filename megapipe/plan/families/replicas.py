@@ -74,7 +74,7 @@ class Replicas(OfPlan):
             survived += f", and {1 - 1 / (world - 1):.1%} of all pairs of ranks"
         return (
             f"{text}, which {ranks - 1} other(s) at a distance of {jump} keep too: they survive "
-            f"the loss of {survived}; it makes a step {_shown(plan):.1%} longer"
+            f"the loss of {survived}; it makes a step {_slowdown(plan):.1%} longer"
         )
 
 
@@ -114,7 +114,7 @@ def stage_bytes(plan: Plan, config: Config) -> list[float]:
     return found
 
 
-def _shown(plan: Plan) -> float:
+def _slowdown(plan: Plan) -> float:
     """Return the fraction by which the copies make the simulated step longer."""
     table = Recipe(plan.schedule.name, replicas=True).around(plan.schedule)
     return simulate(table, plan.costs).makespan / plan.timeline.makespan - 1

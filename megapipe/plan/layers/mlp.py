@@ -42,7 +42,7 @@ def mlp_work(model: ModelConfig, load: Load) -> Work:
         products,
         products * (1 + again),
         products,
-        **load.saved((load.bytes(h * _sums_first(model), 0), "mlp_norm"), (rest, "")),
+        **load.saved((load.bytes(h * _norm_keeps_input(model), 0), "mlp_norm"), (rest, "")),
         kept=load.bytes(2 * h, matrices * ffn),
         parameters=_parameters(model, ffn) + _norms(model),
     )
@@ -79,7 +79,7 @@ def _shares_norm(model: ModelConfig) -> bool:
     return model.parallel_attention_mlp == "one_norm" and not model.no_attention
 
 
-def _sums_first(model: ModelConfig) -> bool:
+def _norm_keeps_input(model: ModelConfig) -> bool:
     """Return whether a norm before the MLP keeps its input, and attention's norm keeps another."""
     follows = model.parallel_attention_mlp is None or model.no_attention
     return model.has_pre_norm and follows
@@ -192,7 +192,7 @@ def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str
     # Rows that were exchanged are copies: then no expert keeps the norm's output.
     of_normed = "" if again or rows.exchanged else "expert_fc1"
     saved = [
-        (load.bytes(h * _sums_first(model), 0), "mlp_norm"),
+        (load.bytes(h * _norm_keeps_input(model), 0), "mlp_norm"),
         (load.bytes(h * model.has_post_norm, 0, h * bool(model.hidden_dropout)), ""),
         (load.bytes(h * _keeps_normed(model), 0), of_normed),
     ]
