@@ -20,18 +20,21 @@ class Call(NamedTuple):
 
     Attributes:
         item: the pass.
-        number: the number that the stage gets. It is that for the microbatch or, if microbatches
-            are cut, for the slice among all slices. For a pass on weights it is the number of the
-            step.
+        number: the number with which the stage's method is called: of the microbatch or, if
+            microbatches are cut, of the slice among all slices. For a pass on weights it is the
+            number of the step.
         takes: the passes whose results are its inputs, each as (pass, rank that runs it). It is ()
             at the first stage's forward, the last stage's backward, and for W.
-        gives: number of times that its result is used on this rank, by passes and by sends.
-        leaves: results of other ranks in `takes` that a later pass of this rank takes too.
+        gives: how often its result is used on this rank: once for each pass that takes it, and for
+            each send.
+        leaves: the results in `takes` that came from other ranks and that a later pass of this rank
+            takes too. They are not freed after this pass.
         ends: whether no later pass of any microbatch runs on its stage.
         overlaps: whether it runs on another stream than compute, so at the same time as other
             passes.
         before: functions called with its stage before it begins; families of passes add them.
-        after: functions called with its stage after it, or after both passes of a pair.
+        after: functions called with its stage after it. If it runs together with another pass, they
+            are called after both.
         awaits: passes on other streams than its own that must end before it begins.
     """
 
@@ -137,7 +140,7 @@ def _taken_again_later(
 
 
 def _table(passes: Sequence[Pass], sent: Sequence[Pass], placement: Placement) -> Schedule:
-    """Return a schedule of one rank's passes, which says what each of them takes and needs.
+    """Return a schedule of one rank's passes, to look up the inputs and dependencies of each.
 
     Args:
         passes: this rank's passes, the first row of the schedule.

@@ -55,7 +55,8 @@ def _programs(
         schedule: the table of a step.
         costs: the times of passes. They decide where messages are posted.
         evaluate: leave out all but the forwards.
-        hides: passes wait for collectives, so that pairs of passes have something to hide.
+        hides: layers wait for collectives, so that the two passes of a pair run together. Otherwise
+            pairs are separated.
     """
     # Users may bring tables of their own. The cache verifies each once and not at every step.
     verify(schedule)
@@ -174,7 +175,8 @@ class ForwardBackward:
             table: its schedule.
             chunks: {stage: (module, data iterator)}.
             config: the model's configuration.
-            microbatches: returns a new description of the microbatches; each stage gets one.
+            microbatches: returns a new `Microbatches`, such as the lengths of slices; each stage
+                gets its own.
         """
         window = getattr(config, "num_microbatches_with_partial_activation_checkpoints", None)
         kept = _kept(table, window or 0)

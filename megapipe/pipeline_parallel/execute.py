@@ -54,7 +54,7 @@ class Stage(Protocol):
         """Drop the tensors that forwards have saved, because all forwards will run again."""
 
     def same_waits(self, microbatch: int, other: int) -> bool:
-        """Return whether backwards of two microbatches wait for collectives at the same points.
+        """Return whether two backwards wait for the same collectives in the same order.
 
         Only then may they run together.
         """
@@ -152,8 +152,9 @@ def execute(
     end. A message is waited for when a pass uses it. An output is held until it is sent, and no
     longer.
 
-    While a profiler records, every pass has a label such as `1F0`. Messages have `send 1F0 ->2` and
-    `recv 0F1 <-0` (the wait for it). The wait for a pass of another stream has `wait 1G0`.
+    While a profiler records, every pass has a label such as `1F0`: the forward of microbatch 0 on
+    stage 1. A send of its result to rank 2 has `send 1F0 ->2`, a wait for a result of rank 0 `recv
+    0F1 <-0`, and a wait for a pass of another stream `wait 1G0`.
 
     Args:
         program: this rank's part of `schedule.lower`.
@@ -241,7 +242,7 @@ def _walk(
 def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
     """Drop all results and all that forwards have saved, so that the program can begin again.
 
-    All that other ranks have sent so far is in `hand`, or its receive is posted.
+    Messages that are under way are dropped too: other ranks begin again, and send them again.
     """
     hand.end(list(hand.running))
     # A receive that is posted cannot be taken back. Its tensor is dropped, and will come again.

@@ -105,8 +105,8 @@ class Loss(NamedTuple):
 
         Args:
             microbatches: number of microbatches of the step.
-            per_token: divide by neither. At the end of the step, gradients are divided by the
-                number of tokens of the whole batch.
+            per_token: divide neither by `microbatches` nor by tokens: the result is `scale`. The
+                caller divides gradients by the tokens of the whole batch at the end of the step.
             scale: a factor on the loss, see `optim.loss_scale`.
             cp: the ranks that share the microbatch's tokens. A sum is divided by the number of
                 tokens on all these ranks, so the loss is the mean over whole sequences. If `value`

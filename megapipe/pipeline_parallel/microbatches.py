@@ -61,7 +61,9 @@ class Microbatches:
         return stream
 
     def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
-        """Return the stream for a forward of a part, each time that the forward begins.
+        """Return the random stream of a part. It is called whenever a forward of the part begins.
+
+        A subclass may allocate here what the parts of a microbatch share, and free it at the last.
 
         Args:
             number: the number of the part.
@@ -82,6 +84,8 @@ class Microbatches:
             number: the number of the part.
             losses: {number: loss} of all parts so far.
             share: takes the loss of a whole microbatch and returns the gradient with respect to it.
+        Returns: the gradient; for a slice a function that returns it once all forwards of the
+            microbatch have run.
         """
         # Known at once: a whole microbatch's loss has all its tokens. A part's is a function.
         return share(losses[number])
@@ -91,7 +95,9 @@ class Microbatches:
         return sorted(losses.items())
 
     def refuse_lossless(self, loss_func: object, collects: bool) -> None:
-        """Raise ConfigError for forwards without a loss, if results of parts cannot be joined.
+        """Raise ConfigError for a step that collects no losses, if microbatches are cut.
+
+        Losses of slices can be added up, other results cannot.
 
         Args:
             loss_func: the function that computes the loss; None if the forward has none.
@@ -109,9 +115,10 @@ class Microbatches:
 
 
 def ranks_of_tokens(mesh: ProcessMesh, config: Any) -> int:
-    """Return the number of ranks that share the tokens of a message.
+    """Return the number of ranks over which the tokens of a hidden state are split.
 
-    `config` may have `sequence_parallel`, with which the tensor-parallel ranks share them too.
+    They are the context-parallel ranks and, if `config.sequence_parallel` is on, the
+    tensor-parallel ranks for each of these.
     """
     # Between layers sequence parallelism cuts the sequence a second time, and messages leave in
     # that form (Korthikanti et al. 2022, sec. 4.2.2).

@@ -55,15 +55,15 @@ class PipelineStage:
     `forget` lets it begin again.
 
     Args:
-        request: the arguments of the step. Losses are reported without the factors that they have
-            in the step.
+        request: the arguments of the step. Their factors on losses, such as loss_scale, apply to
+            gradients and not to the reported losses.
         module: has `set_input_tensor`, and forward_step calls its forward.
         data_iterator: the data iterator for forward_step; None for a stage that reads no data.
         mesh: this rank's mesh.
         number: the number of the stage.
         ends: the ends of the model, embedding or loss, that the stage has.
-        last: the number of the microbatch (or slice) with the last backward, and the last weight
-            gradients; None without a table.
+        last: which microbatch (or slice) runs the stage's last backward, and which adds the last
+            weight gradients; None without a table.
         kept: numbers of microbatches that keep all activations, so that nothing is recomputed.
         microbatches: whole microbatches, or their parts.
         weights: functions for the passes on all weights of the stage, such as the update; None if
@@ -179,7 +179,7 @@ class PipelineStage:
         return _grad_of(saved.x)
 
     def same_waits(self, microbatch: int, other: int) -> bool:
-        """Return whether backwards of two microbatches wait for collectives at the same points.
+        """Return whether two backwards wait for the same collectives in the same order.
 
         They do if both are the same slice of their microbatches, and if both recompute or neither
         does.

@@ -28,12 +28,13 @@ class Stopwatch:
     times, once the step is over. A mark is a point in time on the device's clock.
 
     Attributes:
-        schedule: the table of the passes. Only `ran` and the functions below need it.
+        schedule: the table of the passes. Only `ran`, `ran_by_all` and `copied_by_all` read it.
         passes: for each pass or pair, (mark when it asked for its input, mark when it had its
             input, mark of its end, number of passes: 1 or 2).
         waits: (mark before, mark after) each wait of a pass for a collective.
-        copies: for each copy O or L in order, (the pass, a function that returns the marks of its
-            beginning and end, its waits). Each wait is (mark before, mark after).
+        copies: for each copy O or L in order, (its pass, a function, waits). The function returns
+            the marks of its beginning and end. The waits are (mark before, mark after) each wait of
+            a pass for the copy.
     """
 
     def __init__(self, device: torch.device, schedule: Schedule | None = None) -> None:

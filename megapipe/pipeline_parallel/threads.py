@@ -45,7 +45,10 @@ class OnHost:
     def group(
         self, gloo: dist.ProcessGroup, name: str, rank: int, device: torch.device
     ) -> dist.ProcessGroup:
-        """Return the group that a rank uses. name: of the group with its ranks. rank: there."""
+        """Return the group that a rank uses: here the gloo group itself.
+
+        `name` has the name of an axis and its ranks, and `rank` is the position among them.
+        """
         return gloo
 
     def end(self) -> None:

@@ -116,7 +116,7 @@ class PairedStage:
     """A stage that runs a module of DeepSeek's contract; the executor calls its methods for passes.
 
     `forward`, `backward` and `weight` run F, B (or BW) and W of a microbatch.
-    `overlapped_forward_backward` runs a pair.
+    `overlapped_forward_backward` runs a pair: a forward and a backward at the same time.
 
     Args:
         module: a module of DeepSeek's contract. Its classmethod overlapped_forward_backward runs
@@ -227,12 +227,12 @@ class PairedStage:
             self.weight_grads.run(microbatch)
 
     def same_waits(self, microbatch: int, other: int) -> bool:
-        """Return whether the backwards of two microbatches wait for collectives at the same points.
+        """Return whether two backwards wait for the same collectives in the same order.
 
         Always True: these modules do not recompute, and microbatches are not cut.
 
         Args:
-            microbatch, other: the two microbatches.
+            microbatch, other: the microbatches of the two backwards.
         """
         return True
 
@@ -356,7 +356,8 @@ def paired_step(
         mesh: this rank's mesh.
         schedule: a table, or a name that `schedule.build` knows.
         modules: one per stage of this rank, in ascending stage order. A rank of DualPipe has two,
-            one of each direction. Each stage is on two ranks, whose gradients are summed here.
+            one of each direction: there each stage is on two ranks, and their gradients are summed
+            here.
         inputs, labels: [microbatch] the tensors for the first stage, and for the criterion.
         criterion: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch.
         shape, dtype: shape and type of the tensor that one stage sends to the next.

@@ -44,14 +44,16 @@ def get_forward_backward_func(
     Args:
         pp_size, vp_size: as Megatron's: number of pipeline ranks, and of model chunks per rank.
             Their defaults are the mesh's pipeline size and the number of modules at the first step.
-        schedule_pg_collection: Megatron's, for modules with groups of their own; refused.
+        schedule_pg_collection: Megatron's process groups for modules on several grids. They are not
+            implemented: it must be None.
         mesh: this rank's mesh; by default the one that ProcessMesh.create made.
         schedule: a table, or a name or file for `schedule.build`. The default is 1f1b, and
             interleaved with several chunks.
         p2p_mode: how messages are posted: "plain" (one by one, the default), "batched" or "ring".
         config: a Megatron config in place of the model's own.
         variable_seq_lengths: microbatches differ in length, so each message's shape is sent first.
-    Raises: ConfigError if pp_size is not the mesh's, here or at the first step.
+    Raises: ConfigError for schedule_pg_collection, and if pp_size is not the mesh's. Without `mesh`
+        the first step raises the latter.
     """
     if schedule_pg_collection is not None:
         raise ConfigError(
@@ -69,9 +71,10 @@ _ENGINES = 8
 
 
 class _Engine(NamedTuple):
-    """An engine and its arguments.
+    """An engine and the arguments of the step that it was made for.
 
-    Later steps with equal `values` and identical `objects` use it.
+    Later steps use it if their `values`, such as pp_size, are equal, and their `objects`, such as
+    the config, are the same objects.
     """
 
     values: tuple[Any, ...]
@@ -86,9 +89,9 @@ class Step:
     Keywords that are not described here are as in request.Request.
 
     Keywords:
-        first_val_step: whether this is the first step of an evaluation. Then, and in training,
-            set_is_first_microbatch is called on chunks that have it. Transformer Engine converts
-            its weights then.
+        first_val_step: whether this is the first step of an evaluation; None counts as True. In
+            such a step, and in each training step, set_is_first_microbatch is called on chunks that
+            have it, so that Transformer Engine converts its weights.
         seq_length, micro_batch_size: the size of messages. One pipeline rank has no messages and
             takes None. With several chunks decoder_seq_length is not read, as in Megatron's
             interleaving.
@@ -102,8 +105,9 @@ class Step:
             a resume, when that count begins at 0.
         force_all_reduce, pg_collection: passed on to config.finalize_model_grads_func; the mesh's
             groups if None.
-        ours: stream, loss_scale, calculate_per_token_loss of the engine. The last two default to
-            config.grad_scale_func and config.calculate_per_token_loss.
+        ours: further fields of request.Request, such as stream, loss_scale and
+            calculate_per_token_loss. The last two default to config.grad_scale_func and
+            config.calculate_per_token_loss.
     Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss;
         else []. Without loss_func, which only forward_only allows, the outputs.
     Raises: ConfigError for arguments that do not fit, and for settings of a Megatron config that
@@ -308,7 +312,7 @@ class Step:
 
 
 def _entry(table: Schedule | str) -> Entry | None:
-    """Return a schedule's entry in the catalogue; None for a table or a file."""
+    """Return what is known of a schedule given by its name; None for a table or a file."""
     return None if isinstance(table, Schedule) or is_file(table) else entry_of(table)
 
 
@@ -317,7 +321,8 @@ def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int
 
     The result is {} if `size`, the value, is None or Megatron's default, `ranks`.
 
-    Raises: ConfigError for a schedule without groups, where the value would do nothing.
+    Raises: ConfigError for a schedule that does not run microbatches in groups, where the value
+        would do nothing.
     """
     # The number of pipeline ranks is Megatron's default.
     if size in (None, ranks) or chunks == 1:

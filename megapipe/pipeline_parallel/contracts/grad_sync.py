@@ -59,7 +59,7 @@ def check_config(config: Any, mesh: ProcessMesh) -> None:
 
 
 class GradSync:
-    """A switch that turns the synchronisation of gradients off, until a stage's are complete.
+    """A switch that keeps a stage's gradients from synchronising until they are complete.
 
     The synchronisation of a stage is on while its last backward runs. If the config has a
     grad_sync_func, the synchronisation is on only during the call of that function, after the

@@ -346,7 +346,8 @@ def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:
     """Call a function for each tensor or shape of a list, and return the list of results.
 
     Args:
-        tensors: a list; for a single tensor or shape the single result is returned.
+        tensors: a list, or a single tensor or shape. If neither it nor `shapes` is a list, the
+            single result is returned.
         call: the function.
         shapes: its second argument: a list with one for each tensor, or one for all. None to call
             it with one argument.

@@ -29,11 +29,12 @@ Forward = Callable[[int, Tensor | None], Tensor | None]
 
 
 class OfStage:
-    """The actions of a family of passes around the passes of one stage, in one step.
+    """What a family of passes (such as O, L and R of offload) does to one stage in one step.
 
-    The methods here change nothing; a family's subclass overrides some. A `PipelineStage`, called
-    `stage` here, has one such object for each family whose passes are in the table. `microbatch` is
-    the number of a microbatch or, if microbatches are cut, of a slice among all slices.
+    The stage calls these methods before, in and after its forwards and backwards. The methods here
+    change nothing; a family's subclass overrides some. A `PipelineStage`, called `stage` here, has
+    one such object for each family whose passes are in the table. `microbatch` is the number of a
+    microbatch or, if microbatches are cut, of a slice among all slices.
     """
 
     # Before the step: what the stage gets.
@@ -72,9 +73,9 @@ class OfStage:
         return usual
 
     def takes_input(self, x: Tensor | None) -> Tensor | None:
-        """Return the tensor that the module gets instead of x, the input of a forward with a graph.
+        """Return the tensor that the module reads for its input x, in a forward with a graph.
 
-        Both are None at the stage with the embedding.
+        At the stage with the embedding x is None, and None is returned.
         """
         return x
 
@@ -178,7 +179,7 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A family of kinds of pass, and the functions with which the engine runs these passes.
+    """Some kinds of pass, such as O, L and R of offload, and the functions to run them.
 
     Attributes:
         name: its name, the key of its `OfStage` in a stage and of its state in an engine.
@@ -186,9 +187,9 @@ class Family:
         keeps: takes the rank's device and returns the state that lasts from step to step.
         stages: returns {stage: its `OfStage`} for the stages that have one.
         around: takes a rank's table and returns the functions to call before and after passes.
-        shapes: returns a function that takes the pass that makes a message and returns the
-            message's shape, or None for hidden states. It returns None if the family's messages are
-            all hidden states.
+        shapes: takes the sizes of a step, and returns a function (pass that makes a message) ->
+            shape of the message, which returns None for hidden states. If all messages of the
+            family are hidden states, None takes the place of the function.
     """
 
     # Most families need few of these. A family of passes that only call the trainer's functions has

@@ -31,8 +31,8 @@ class Graphed(nn.Module):
 
     Args:
         module: the stage.
-        lasts: whether the output is read until the end of the step, so that a replay must return a
-            copy.
+        lasts: whether the output is read until the end of the step, as a last stage's. Each replay
+            then returns a copy, because the next one overwrites the graph's own output.
     Attributes:
         forms: the different forms (shapes and types of arguments) of calls that went to the module
             and might have had a graph.
@@ -110,7 +110,8 @@ class Graphed(nn.Module):
 
         Args:
             number: most microbatches that the step has in flight on this stage.
-            pool: returns a new private memory pool to capture in.
+            pool: returns a function that captures graphs in a new private memory pool, see
+                `device.graph_pool`.
             splits: whether the table has backwards split into B and W.
         """
         parameters = list(self.module.parameters())
@@ -180,7 +181,8 @@ class Graphs:
     step whose table has more microbatches in flight.
 
     Args:
-        pool: returns a new private memory pool to capture in, see `device.graph_pool`.
+        pool: returns a function that captures graphs in a new private memory pool, see
+            `device.graph_pool`.
         warmup: number of steps without graphs.
         say: prints a line, such as how many graphs were captured on a stage, or why none.
     """

@@ -267,8 +267,8 @@ def _validates(item: tuple[Pass, ...] | Exchange) -> bool:
 def _tag(made_by: Pass) -> int:
     """Return a number for a message that no other message under way has.
 
-    The number repeats after 32,768 microbatches, or after 512 microbatches of slices. Fewer
-    messages than that are under way at a time.
+    The number repeats after 32,768 microbatches, or after 512 if they are cut into slices. Fewer
+    microbatches than that are under way at a time.
     """
     number = made_by.microbatch
     if made_by.slice is not None:

@@ -119,8 +119,8 @@ class Transport:
 
     Args:
         pp: the pipeline axis. Its group may be a bare ProcessGroup that torch.distributed does not
-            know, as in threads. If the axis has links (a communicator for each direction between
-            neighbours), plain messages use them.
+            know, as when each rank is a thread. If the axis has links (a communicator for each
+            direction between neighbours), messages of the mode `plain` use them.
         mode: the way to post the operations of one call.
     """
 
@@ -203,10 +203,10 @@ class Transport:
         return works if len(works) == len(ops) else works * len(ops)
 
     def _ring(self, ops: list[Op]) -> _Unit:
-        """Start the operations of one round of the ring, and return the handle of all of them.
+        """Start one group of operations in the mode `ring`, and return the handle of all of them.
 
         Uses torch.distributed.ring_exchange in builds that have it; stock PyTorch does not.
-        Otherwise the round is a group like a batch.
+        Otherwise the group is posted as in the mode `batched`.
         """
         native = getattr(dist, "ring_exchange", None)
         before = (self.pp.rank - 1) % self.pp.size

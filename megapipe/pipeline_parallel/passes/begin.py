@@ -47,19 +47,20 @@ whoever runs them keeps that order.
 class Weights:
     """The functions with which a stage's weights are reduced, gathered, updated and checked.
 
-    The trainer creates this object. The executor calls a function when the schedule has the pass
-    for it, such as U for `update`. `reduce`, `gather` and `copy` begin their work, and return a
-    function that waits for its end.
+    Sharded gradients and weights exist in full only during a run: some consecutive passes of the
+    stage. The trainer creates this object. The executor calls a function when the
+    schedule has the pass for it, such as U for `update`. `reduce`, `gather` and `copy` begin their
+    work, and return a function that waits for its end.
 
     Attributes:
         reduce: sums the stage's gradients over data parallelism (G or RS).
         gather: gathers the weights over data parallelism: updated weights (A), or sharded weights
-            for some consecutive passes (AF, AB).
+            for a run of forwards (AF) or backwards (AB).
         update: updates the weights that the rank owns (U); None if no table has U.
         validate: checks the updates of the previous step (V). It returns True if they were wrong,
             so that the passes before it run again. None if no table has V.
-        begin: allocates memory for the gradients of some consecutive passes.
-        drop: frees the weights that were gathered for some consecutive passes.
+        begin: allocates memory for the full gradients of a run.
+        drop: frees the weights that were gathered for a run.
         copy: copies the stage's state to a peer (P). The state may change after the wait.
         layer_done: called as (layer, number of layers) once all microbatches have added to the
             gradients of this layer and all later ones. None if no caller needs it.
@@ -117,7 +118,7 @@ class Ends(NamedTuple):
         holds_loss: whether its forward ends in loss_func.
         goes_on: whether it sends hidden states to a next stage, perhaps in addition to a loss.
         depth: number of its depth of multi-token prediction, from 1; 0 if it has none.
-        counts: factor on its loss.
+        counts: factor on its loss in the step, such as the weight of a depth's loss.
         joins: takes the results on which a forward depends, and returns the forward's input.
     """
 

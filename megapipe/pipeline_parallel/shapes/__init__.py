@@ -47,8 +47,8 @@ def as_run(table: Schedule, *, hides: bool) -> Schedule:
     """Return the table as ranks run it: with its overlapped pairs, or with each pass on its own.
 
     Args:
-        hides: whether passes wait for collectives, during which the other pass of a pair can run.
-            Otherwise pairs have no use, and are separated.
+        hides: whether layers wait for collectives, so that the other pass of a pair can run during
+            a wait. Otherwise each pass of a pair runs on its own.
     """
     # Otherwise the first of a pair sends its result before the second runs.
     return table if hides else unpaired(table)

@@ -58,8 +58,9 @@ class Slices(Microbatches):
 
     Attributes:
         lengths: the lengths of the slices of each microbatch, in tokens.
-        prefixes: {microbatch: keys and values that layers keep for its later slices}. An item is
-            removed when the last slice's forward begins.
+        prefixes: {microbatch: {a layer's name for it: tensors, such as keys and values, that the
+            layer keeps for later slices}}. A microbatch is removed when its last slice's forward
+            begins.
     """
 
     lengths: Lengths

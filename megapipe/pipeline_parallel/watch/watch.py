@@ -202,8 +202,8 @@ class Watch:
     def _interrupted(self) -> bool:
         """Return whether this Ctrl-C ends the run.
 
-        If the first Ctrl-C makes the run save, only a second one ends it. Torchrun passes the first
-        one on, and this repetition does not count as the second.
+        If the first Ctrl-C makes the run save, only a second one ends it. Torchrun sends each
+        Ctrl-C on to its ranks: what comes within RELAY_S seconds of the first is no second one.
         """
         handler = signal.getsignal(signal.SIGINT)
         if not getattr(handler, "first_saves", False):
@@ -247,8 +247,8 @@ class Watch:
     def _terminated(self) -> NoReturn:
         """Exit after SIGTERM, as a failure unless all ranks received it.
 
-        If only some received it, a rank has failed: torchrun ends the ranks that outlive it by
-        SIGTERM.
+        If only some received it, another rank has failed, and torchrun has sent SIGTERM to the
+        ranks that were left.
         """
         report = report_of(self.mesh, TERMINATED)
         size = self.mesh.world.size
@@ -385,7 +385,7 @@ It is the only one of its errors without the name gloo.
 def _short(text: str) -> str:
     """Return an error's text in few words.
 
-    Known errors of gloo and NCCL have two words. Of any other error it is the first line.
+    For a known error of gloo or NCCL it is two words, such as `timed out`; else the first line.
     """
     known = {
         "Timed out": "timed out",

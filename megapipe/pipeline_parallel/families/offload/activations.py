@@ -119,7 +119,8 @@ class Activations(OfStage):
     Args:
         module: the stage. Its parameters stay on the device.
         host: the rank's buffers on the host and its streams of copies.
-        sizes: records to be filled with the bytes of a microbatch, or of each of its slices.
+        sizes: one record for each slice of a microbatch, or a single one; the stage stores the
+            bytes that it measures there.
         share: the fraction of the saved bytes to offload. Storages that were saved first are taken.
         out: microbatches whose activations are offloaded.
         again: microbatches whose forward is recomputed.
@@ -188,7 +189,8 @@ class Activations(OfStage):
     def keep(self, number: int, last: int, keys: Tensor) -> Callable[[], Tensor]:
         """Hold the keys and values that a layer computed for a slice, for later slices.
 
-        They are offloaded by the O of slice `last`, or by the next O of the microbatch after it.
+        Pass O of slice `last` offloads them. If there is none, O of the next slice of the
+        microbatch that has one does; if no later slice has one, they stay.
 
         Args:
             number: number of the slice.
@@ -360,7 +362,7 @@ def _of(buffer: Buffer | None, size: int) -> Tensor:
 def moves_of(setting: Setting) -> dict[int, Activations]:
     """Return {stage: the object that offloads and recomputes its activations}.
 
-    It is {} if the table has no such pass.
+    It is {} in an evaluation, and for a table without the passes O, L and R.
 
     Args:
         setting: the step of this rank.

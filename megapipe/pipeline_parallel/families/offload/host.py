@@ -18,9 +18,10 @@ _PARTS = 8
 
 
 def size_class(size: int) -> int:
-    """Return the bytes to allocate for `size` bytes, rounded up to fit similar requests too.
+    """Return the bytes to allocate for `size` bytes, rounded up to one of few sizes.
 
-    It is at most an eighth more, or the next multiple of _ALIGNED if that is larger.
+    A freed buffer thus fits a later request of nearly this size. The result is at most an eighth
+    more than `size`, or the next multiple of _ALIGNED if that is larger.
     """
     # Experts' rows differ in number with each microbatch. With few sizes buffers fit again.
     step = max(_ALIGNED, (1 << max(size - 1, 0).bit_length()) // (2 * _PARTS))
@@ -29,9 +30,9 @@ def size_class(size: int) -> int:
 
 @dataclass(eq=False)
 class Sizes:
-    """The activation bytes of one microbatch on a stage, or of the slices with one index.
+    """The measured activation bytes of one microbatch on a stage, or of its slice n.
 
-    They are measured at the last such microbatch (or slice) of a step.
+    Each microbatch overwrites them, so after a step they are those of the last one.
 
     Attributes:
         saved: bytes that autograd saved in its forward.
@@ -67,8 +68,8 @@ class Copy:
     Attributes:
         stream: the stream of copies in one direction.
         begun: the copies, as `CopyLane.begin` returned them.
-        needed: whether the next pass needs their end. It does not for an O: the memory that it
-            frees is given to work that comes after the copy.
+        needed: whether the next pass must wait for their end, as after L. After O it need not: the
+            memory that O frees is given only to work that the device runs after the copy.
     """
 
     stream: CopyLane

@@ -112,7 +112,7 @@ class VocabularyShare(nn.Module):
         return output
 
     def give(self, microbatch: int, *hidden: Tensor) -> Tensor:
-        """Run pass S: return this share's part of the losses and of their input gradients.
+        """Run pass S: return this share's part of the losses and of the gradients of `hidden`.
 
         All parts are in one message.
 
