@@ -75,8 +75,8 @@ class Ties:
     def all(self) -> tuple[Tie, ...]:
         """The tied weights of this rank, and those with uses on several ranks of its pipeline.
 
-        A weight of several ranks is listed on every rank of the axis mesh.ends, as all of them take
-        part in its sums, with a use or without. The order is equal on all ranks.
+        Every rank of the axis mesh.ends lists the weights of several ranks, as it takes part in
+        their sums even without a use. The order is equal on all ranks.
         """
         owners = self.census.owners
         users = defaultdict[str, list[Row]](list)

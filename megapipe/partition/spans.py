@@ -318,8 +318,8 @@ def _lasts(rest: int, others: int, step: int, near: int | None) -> Iterator[int]
         rest: layers of the last rank and of the stages without a given number.
         others: number of the stages without a given number, which divide their layers evenly.
         step: number of stages of the last rank, which divide its layers evenly.
-        near: the given number. None if no number is given: the last rank is then one of the others,
-            and 0 stands for that if `others` divides `rest`; else nothing is yielded.
+        near: the given number. None if it is not given: the last rank is then one of the others. In
+            that case 0 is yielded if `others` divides `rest`, else nothing.
     """
     if near is None:
         remainder = rest % others if others else rest

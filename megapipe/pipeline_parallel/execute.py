@@ -153,8 +153,8 @@ def execute(
     longer.
 
     While a profiler records, every pass has a label such as `1F0`: the forward of microbatch 0 on
-    stage 1. A send of its result to rank 2 has `send 1F0 ->2`, a wait for a result of rank 0 `recv
-    0F1 <-0`, and a wait for a pass of another stream `wait 1G0`.
+    stage 1. A send of its result to rank 2 has `send 1F0 ->2`. A wait for a result of rank 0 has
+    `recv 0F1 <-0`, and a wait for a pass of another stream `wait 1G0`.
 
     Args:
         program: this rank's part of `schedule.lower`.

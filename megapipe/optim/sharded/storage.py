@@ -40,8 +40,8 @@ class Stored(NamedTuple):
     Attributes:
         bucket: the parameters.
         stays: its gradients and weights are not sharded, though other buckets' are. It has rows of
-            a vocabulary that is split over the pipeline. Their passes run between those of the
-            stage.
+            a vocabulary that is split over the pipeline. Passes of the vocabulary use these rows
+            between the passes of the stage.
         here: whether this rank has the bucket's optimizer state and updates it.
         owner: the position on the axis mesh.twins of the rank that updates it; None if no other
             rank has a replica.

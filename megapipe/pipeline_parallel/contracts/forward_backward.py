@@ -312,7 +312,7 @@ class Step:
 
 
 def _entry(table: Schedule | str) -> Entry | None:
-    """Return what is known of a schedule given by its name; None for a table or a file."""
+    """Return the properties of a schedule that is given by name; None for a table or a file."""
     return None if isinstance(table, Schedule) or is_file(table) else entry_of(table)
 
 

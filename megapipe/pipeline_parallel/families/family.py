@@ -29,7 +29,7 @@ Forward = Callable[[int, Tensor | None], Tensor | None]
 
 
 class OfStage:
-    """What a family of passes (such as O, L and R of offload) does to one stage in one step.
+    """The part of a family of passes, such as O, L and R of offload, in one stage's step.
 
     The stage calls these methods before, in and after its forwards and backwards. The methods here
     change nothing; a family's subclass overrides some. A `PipelineStage`, called `stage` here, has

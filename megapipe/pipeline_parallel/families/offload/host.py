@@ -32,7 +32,7 @@ def size_class(size: int) -> int:
 class Sizes:
     """The measured activation bytes of one microbatch on a stage, or of its slice n.
 
-    Each microbatch overwrites them, so after a step they are those of the last one.
+    Each microbatch overwrites them, so after a step the last one's are left.
 
     Attributes:
         saved: bytes that autograd saved in its forward.

@@ -41,10 +41,10 @@ class _Ended(BaseException):
 
 
 class How(Enum):
-    """The way in which two passes run: together, or one after the other (APART).
+    """The way in which two passes run: together, or one after the other.
 
-    ONE_BEGINS and OTHER_BEGINS say which of them runs first, up to its first wait for a collective.
-    ONE is the pass that the table has first.
+    If together, ONE_BEGINS and OTHER_BEGINS say which of them runs first, up to its first wait for
+    a collective. ONE is the pass that the table has first.
     """
 
     ONE_BEGINS, OTHER_BEGINS, APART = range(3)
@@ -67,8 +67,8 @@ def how(
         one, other: the passes, in the order of the table.
         same_waits: returns whether both passes wait for the same collectives in the same order.
         synchronises: whether a stage's last backward also synchronises gradients, as Megatron's
-            does. It would synchronise the gradients of a backward beside it too, so no two
-            backwards run together.
+            does. It would also synchronise gradients of a backward that runs together with it, so
+            no two do.
     """
     kinds = {one.kind, other.kind}
     if not kinds <= set(_TURNS) or (synchronises and Kind.F not in kinds):
