@@ -13,11 +13,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Door:
-    """One command of megapipe, as the help and the scripts in tools list it.
+    """One command of megapipe, and how the shell and a clone call it.
 
     Attributes:
-        module: the module below megapipe.commands that has its `main(argv)`. If another function is
-            called instead, its name follows after a colon.
+        module: the module below megapipe.commands whose function `main(argv)` runs the command, or
+            MODULE:FUNCTION for a function with another name.
         about: its line of `megapipe --help`.
         script: the file in tools that runs it in a clone that is not installed. None:
             `python -m megapipe NAME` runs it.
@@ -81,9 +81,10 @@ _NAMED = re.compile(rf"\bmegapipe ({'|'.join(DOORS)})\b( --nproc (\S+))?")
 
 
 def as_called(text: str) -> str:
-    """Return a text with the commands in it spelled so that they run here when pasted.
+    """Return a text in which each command is written as this installation runs it.
 
-    text: spells them as `megapipe plan`. In a clone this becomes `python tools/plan.py`.
+    text: has commands such as `megapipe plan`. In a clone that is not installed this becomes
+        `python tools/plan.py`.
     """
     # Whoever has called `megapipe` has it, in a clone too.
     if Path(sys.argv[0]).name.startswith("megapipe") or not in_clone():

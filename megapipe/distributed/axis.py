@@ -39,12 +39,13 @@ class Watch(Protocol):
 
 
 class AtWaits(threading.local):
-    """The functions that a thread calls when it waits for a collective.
+    """What a thread does when it is about to wait for a collective.
 
-    `do` sets them within a context.
+    `do` sets both attributes within a `with` block. `Pending.wait` reads them.
 
     Attributes:
-        give_turn: lets another pass of the rank compute meanwhile; None if no other pass runs.
+        give_turn: called before the wait. It lets another pass of the rank compute, and returns
+            when this pass has its turn again. None if no other pass runs.
         watch: measures the wait; None if nothing measures it.
     """
 
@@ -120,7 +121,8 @@ class Axis:
         shared: faster transfer between CPU ranks of one host, if there is one.
         links: for a pipeline over NCCL, communicators for one direction between neighbours, see
             `groups.link`.
-        expert_axes: for the tensor-parallel axis, {name: axis} of the experts' axes.
+        expert_axes: on the tensor-parallel axis, the experts' axes by their names "etp", "ep" and
+            "experts" (see `ProcessMesh`); empty on other axes.
     """
 
     rank: int = 0
@@ -133,10 +135,10 @@ class Axis:
     expert_axes: Mapping[str, Axis] = field(default_factory=dict, compare=False)
 
     def named(self, name: str) -> Axis:
-        """Return the axis called `name`: this tensor-parallel axis for "tp", else an experts' axis.
+        """Return the axis called "tp", "etp", "ep" or "experts". Call it on the axis tp.
 
-        Without axes of experts, experts are split like all other parameters: "ep" has size 1, and
-        any other name returns this axis.
+        "tp" is this axis itself. If `expert_axes` is empty, experts are split like all other
+        parameters: "etp" and "experts" are this axis too, and "ep" is an axis of size 1.
         """
         if name == "tp":
             return self
@@ -177,8 +179,9 @@ class Axis:
         """Start `all_gather` and return at once. x must not change before the result's `wait`.
 
         Args:
-            into: [size * n, ...], the tensor for the result; None for a new one. On a GPU, x may be
-                this rank's slice of it. On a CPU, the result is a new tensor if both share memory.
+            into: [size * n, ...], the tensor for the result; None for a new one. x may be this
+                rank's slice of `into`. A GPU then still writes to `into`, and a CPU to a new
+                tensor.
         """
         if self.size == 1:
             return Pending(x)
@@ -194,9 +197,9 @@ class Axis:
         """Start `reduce_scatter` and return at once. x must not change before the result's `wait`.
 
         Args:
-            into: [n, ...], the tensor for the result; None for a new one. On a GPU it may be this
-                rank's slice of x, for which NCCL needs no further memory. On a CPU, the result is a
-                new tensor if both share memory.
+            into: [n, ...], the tensor for the result; None for a new one. `into` may be this rank's
+                slice of x. A GPU then still writes to `into`, for which NCCL needs no further
+                memory, and a CPU to a new tensor.
         """
         if self.size == 1:
             return Pending(x)
@@ -216,9 +219,9 @@ class Axis:
         """Start to send x to the next rank of the ring, and to receive the previous rank's x.
 
         Args:
-            channel: a number that differs between shifts that are under way at the same time. All
-                ranks must start such shifts in one order.
-            into: the tensor for the received one, like x; None for a new one.
+            channel: tells shifts apart that are under way at the same time: each needs another
+                number. All ranks must start these shifts in the same order.
+            into: the tensor to receive into, with the shape and type of x; None for a new one.
         """
         out = torch.empty_like(x) if into is None else into
         previous = (self.rank - 1) % self.size
@@ -243,7 +246,7 @@ class Axis:
 
         Args:
             x: the rows for rank 0, then for rank 1, and so on.
-            rows: [size][size] numbers of rows, from each rank to each rank; equal on all ranks.
+            rows: rows[i][j] is the number of rows from rank i to rank j; equal on all ranks.
         Returns: the received rows, pending, in the order of the sending ranks.
         """
         arriving = [row[self.rank] for row in rows]
@@ -276,13 +279,12 @@ class Axis:
     def _exchange(
         self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None
     ) -> Started | None:
-        """Start an exchange through shared memory; None if the ranks have none.
-
-        The result is as in `SharedMemory.start`.
+        """Start an exchange through shared memory, if the ranks have shared memory.
 
         Args:
-            read: called at the end with every rank's x, in rank order.
+            read: called at the end of the exchange with every rank's x, in rank order.
             most: if ranks have different numbers of rows in x, the largest number.
+        Returns: the started exchange; None without shared memory, see `SharedMemory.start`.
         """
         if self.shared is None:
             return None
@@ -329,8 +331,8 @@ _OF_TWO: dict[str, Callable[..., Tensor]] = {
 def _fits(x: Tensor, into: Tensor) -> bool:
     """Return whether a collective on x can write its result to `into`.
 
-    On a CPU it cannot if both share memory: ranks would overwrite values that other ranks still
-    read.
+    On a CPU it cannot if x and `into` overlap in memory: ranks would overwrite values that other
+    ranks still read.
     """
     return into.is_cuda or x.untyped_storage()._cdata != into.untyped_storage()._cdata
 

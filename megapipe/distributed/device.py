@@ -25,10 +25,10 @@ _M_MMAP_THRESHOLD = -3
 
 
 def has_cuda() -> bool:
-    """Return whether torch can use a GPU for each rank of this machine.
+    """Return whether torch can use one GPU for each rank of this machine, as NCCL needs.
 
-    NCCL needs one per rank. A single visible GPU counts as one for each rank, because a scheduler
-    that gives each task a GPU hides the others.
+    A process that sees a single GPU is taken to own it: schedulers that give each task a GPU hide
+    the other tasks' GPUs.
     """
     gpus = _num_gpus()
     return gpus == 1 or gpus >= max(1, _ranks_here())
@@ -121,7 +121,7 @@ def lacks_memory(error: Exception) -> bool:
 
 
 def waits_for_kernels() -> bool:
-    """Return whether the host waits for each CUDA kernel, as users set to find a failing kernel."""
+    """Return whether CUDA_LAUNCH_BLOCKING is set: the host then waits for each kernel."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
@@ -162,7 +162,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function whose context makes another thread use this thread's CUDA stream."""
+    """Return a function for another thread: within `with function():` it uses this CUDA stream."""
     if device.type != "cuda":
         return nullcontext
     stream = torch.cuda.current_stream(device)
@@ -226,7 +226,7 @@ class CopyLane:
 
         Args:
             pairs: (destination, source) of each copy.
-            after: copies that must be over before: results of earlier calls, or None.
+            after: results of earlier calls, whose copies must be over first. None is skipped.
         Returns: the started copies, for `wait` and `span`.
         """
         previous = [other for other in after if other is not None]
@@ -253,7 +253,7 @@ class CopyLane:
             torch.cuda.current_stream(self.device).wait_event(begun[1])
 
     def span(self, begun: Any) -> tuple[Any, Any]:
-        """Return (begin, end) of the copies `begun`, as marks for `Clock.seconds`, once over."""
+        """Return (begin, end) of copies that are over, as marks for `Clock.seconds`."""
         return begun.result() if self._stream is None else begun  # type: ignore[no-any-return]
 
 
@@ -282,7 +282,7 @@ The memory of the results stays, and replay() runs the function's kernels again 
 
 
 def graph_pool(device: torch.device) -> Capture:
-    """Return a function that captures other functions as CUDA graphs in a private memory pool.
+    """Return `capture`, see `Capture`: its CUDA graphs share a private memory pool.
 
     Captures must not overlap. No GPU has run this.
     """

@@ -33,15 +33,17 @@ class Grid:
     `ranks` returns them as a tensor, and `sets` as sets along some axes.
 
     Attributes:
-        sizes: {name of an axis: its size}. Neighbouring ranks differ along the first axis.
+        sizes: {name of an axis: its size}, the fastest axis first. With {"tp": 2, "pp": 2} ranks 0
+            and 1 are neighbours along tp, ranks 0 and 2 along pp.
     """
 
     sizes: dict[str, int]
 
     def ranks(self, *names: str) -> Tensor:
-        """Return all ranks as a tensor, whose last dimensions are the named axes in this order.
+        """Return all ranks as a tensor: first a dimension for each other axis, then `names`.
 
-        Its first dimensions are the other axes, the one with the most distant ranks first.
+        The other axes come in the reverse order of `sizes`. For {"tp": 2, "dp": 2, "pp": 2},
+        ranks("dp") has the dimensions [pp, tp, dp].
         """
         # A tensor counts its last dimension fastest, `sizes` names the fastest axis first.
         slow = [*reversed(self.sizes)]
@@ -51,7 +53,10 @@ class Grid:
         return ranks.permute([slow.index(name) for name in (*first, *names)])
 
     def sets(self, *names: str) -> list[tuple[int, ...]]:
-        """Return the sets of ranks that differ only along the named axes, each in rising order."""
+        """Return the sets of ranks that differ only along the named axes, each in rising order.
+
+        For {"tp": 2, "pp": 2}, sets("pp") is [(0, 2), (1, 3)].
+        """
         along = [name for name in reversed(self.sizes) if name in names]
         size = math.prod(self.sizes[name] for name in names)
         return [*map(tuple, self.ranks(*along).reshape(-1, size).tolist())]
@@ -104,7 +109,7 @@ class Grids:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """The sizes that flags give, for ranks to compare: {name of the field: size as text}."""
+        """The sizes that flags give, for ranks to compare: {field of ParallelConfig: size}."""
         both = self.dense.sizes | self.experts.sizes
         texts = {FLAGS[name]: str(size) for name, size in both.items() if name in FLAGS}
         # A rank that was given the default's value equals one that was given nothing.

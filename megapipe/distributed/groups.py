@@ -88,7 +88,7 @@ def buffer_bytes(
         collectives: number of ranks of each communicator for collectives.
         exchanges: number of ranks of each communicator for all-to-all, for which NCCL keeps
             separate channels.
-        senders: number of ranks that send to this rank over communicators for one direction.
+        senders: number of ranks that send to this rank over links, see `link`.
     """
     # From each of these ranks a channel receives; a sender's buffers lie on the receiver.
     others = sum(min(ranks - 1, 2) for ranks in collectives) + sum(ranks - 1 for ranks in exchanges)
@@ -106,7 +106,8 @@ def group_of(
         sets: disjoint sets of global ranks.
         rank: this global rank.
         timeout: the timeout of the group's messages and collectives.
-        is_link: whether the group is for pipeline messages in one direction, see LINK_CTAS.
+        is_link: whether the group is for pipeline messages in one direction. A GPU then spends only
+            LINK_CTAS thread blocks on each message.
     """
     world = dist.distributed_c10d._get_default_group()
     # NCCL's communicators are split off the world's in one call for all sets. In one call for each
@@ -126,9 +127,9 @@ def group_of(
 def links_of(parallel: ParallelConfig) -> int:
     """Return the number of communicators for messages within a pipeline.
 
-    They are the communicators between neighbours, and one more if a shared vocabulary sends
-    messages to all ranks. On the pipeline's own communicator, early receives would occupy all its
-    thread blocks.
+    These are `num_links` communicators between neighbours. With --vocab-parallel-pipeline there is
+    another one for messages to all ranks. They do not use the pipeline's own communicator, whose
+    receives would occupy more thread blocks while they wait for their senders.
     """
     size = parallel.pipeline_model_parallel_size
     sends_to_all = parallel.vocab_parallel_pipeline and size > 2
@@ -151,14 +152,15 @@ def num_links(size: int) -> int:
 
 
 def link(src: int, dst: int, size: int) -> int | None:
-    """Return the number of the communicator from src to dst; None if they are not neighbours.
+    """Return the index of the communicator from src to dst; None if they are not neighbours.
 
-    The edges of the ring are coloured so that the two edges of a rank differ: two colours in turn,
-    and a third one for the edge that closes an odd ring. Each colour has two directions.
+    Edges of the ring that meet at no rank share a communicator in each direction. Edges 0-1, 2-3,
+    ... share one pair, edges 1-2, 3-4, ... another. In a ring of odd size, the edge from the last
+    rank to rank 0 meets both kinds and has a third pair.
 
     Args:
         size: number of ranks in the ring.
-    Returns: a number in 0..num_links(size) - 1.
+    Returns: an index in 0..num_links(size) - 1.
     """
     low, high = sorted((src, dst))
     if high - low not in (1, size - 1):

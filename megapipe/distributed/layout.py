@@ -32,11 +32,12 @@ class Layout:
             the last dimension of `full`, the outputs all others.
         sum_over_tp: the gradients must be summed over tp. Every tensor-parallel rank has the full
             parameter, but uses it only on its heads or its part of the sequence.
-        part: (k, n) if this is the k-th of n equal parts in `dim`, with one part on each of n
-            pipeline ranks. Tensor parallelism splits the part further. The name of such a parameter
-            ends in [k/n].
-        fused: groups of rows of several matrices, such as query, key and value, may follow each
-            other in turns. Then this is the number of rows of each in one turn; else ().
+        part: (k, n) if this is part k = 0..n-1 of n equal parts in `dim`, with one part on each of
+            n pipeline ranks. Tensor parallelism splits the part further. The name of such a
+            parameter ends in [k/n].
+        fused: for a weight that interleaves the rows of several matrices, how many rows of each
+            follow each other. (4, 1, 1): 4 of the query, 1 of the key, 1 of the value, then 4 of
+            the query again. () for a single matrix.
         experts: whether the first dimension of `full` counts experts, which expert parallelism
             splits. Expert tensor parallelism then splits `dim`. Each expert is initialised by
             itself.
@@ -141,7 +142,7 @@ def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
     """Return Megatron's (partition_dim, partition_stride) of a local tensor.
 
     The first is the dimension of the local tensor that is split, or -1. The second is the number of
-    equal pieces in that dimension, such as gate and value, which are split separately.
+    equal blocks in that dimension that are split separately: 2 for [gate; up], else mostly 1.
 
     Args:
         local: shape of the local tensor.
@@ -191,9 +192,9 @@ A run loads them where a checkpoint has them, and otherwise starts with empty on
 
 
 def histories(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, buffer) for the histories of delayed FP8 scaling in a stage.
+    """Yield (name, buffer) for the histories of largest values that delayed FP8 scaling keeps.
 
-    They are equal on all ranks of the stage.
+    All ranks of the stage have equal histories.
     """
     for name, x in stage.named_buffers():
         if name.endswith(HISTORY):
@@ -201,5 +202,8 @@ def histories(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def untrained(stage: nn.Module) -> list[Tensor]:
-    """Return a stage's tensors in a checkpoint that no optimizer has: buffers, frozen weights."""
+    """Return the tensors of a stage that a checkpoint has and no optimizer updates.
+
+    These are saved buffers, histories and frozen weights.
+    """
     return [x for _, x in (*saved_tensors(stage), *histories(stage)) if not x.requires_grad]

@@ -111,7 +111,10 @@ class ProcessMesh:
 
     @property
     def hides(self) -> bool:
-        """Whether passes wait for collectives over tp, cp or ep, while other passes could run."""
+        """Whether tp, cp or ep has several ranks: passes then wait for collectives.
+
+        Another pass of the same rank can compute during these waits, which hides them.
+        """
         return max(self.tp.size, self.cp.size, self.ep.size) > 1
 
     @staticmethod
@@ -166,11 +169,12 @@ class ProcessMesh:
         Args:
             parallel: the sizes of the axes.
             device: device of this process.
-            shares: {"ends" or "twins": pipeline ranks with equal weights}, see `Plan.shares`.
-                "twins" is there if mirrored ranks have equal stages.
+            shares: the pipeline ranks with equal weights, see `Plan.shares`. "ends": ranks that use
+                the same embedding or head, such as (0, -1). "twins" is a key only if mirrored ranks
+                have equal stages.
             facts: {name: value} that must be equal on all ranks, see `agreement.agree`; by default
                 the sizes of the axes.
-            joint: names in JOINT, of axes over several others, that get a group.
+            joint: keys of JOINT, such as "tp-cp": axes over two others that get a group.
             met: the result of `Met.of`, if ranks have met and compared their facts already; else
                 None.
         Raises: ConfigError if the sizes do not divide the world, if ranks do not arrive in time, or
@@ -272,8 +276,7 @@ def _joined(
     Args:
         grids: the grids of the world.
         timeout: the timeout of messages and collectives.
-        shares: {"ends" or "twins": pipeline ranks with equal weights}, see `Plan.shares`.
-        joint: names in JOINT, of axes over several others, that get a group.
+        shares, joint: see `ProcessMesh.create`.
         links: number of communicators for the messages of a pipeline, see `groups.links_of`.
     """
     rank = dist.get_rank()
@@ -305,17 +308,17 @@ def build_mesh(
     num_links: int = 0,
     joint: Collection[str] = (),
 ) -> ProcessMesh:
-    """Return the mesh of one rank of some grids.
+    """Return the mesh of one rank.
 
     Args:
+        grids: the grids of the world.
         rank: the global rank.
         device: its device.
         make_group: takes a name and disjoint sets of ranks. It returns the group of this rank's
             set, or None if no set has the rank. All ranks call it in the same order.
         device_mesh: torch's DeviceMesh, for distributed checkpoints; None without one.
-        shares: {"ends" or "twins": pipeline ranks with equal weights}, see `Plan.shares`.
+        shares, joint: see `ProcessMesh.create`.
         num_links: number of communicators for the messages of a pipeline, see `groups.links_of`.
-        joint: names in JOINT, of axes over several others, that get a group.
     """
     # Axes by their sets of ranks, so that equal sets share one communicator.
     made: dict[tuple[tuple[int, ...], ...], Axis] = {}

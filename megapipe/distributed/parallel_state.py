@@ -85,7 +85,7 @@ def _rank(name: str) -> Callable[[], int]:
 
 
 def _group_of(name: str) -> Callable[..., Group | None]:
-    """Return a function that returns the group of an axis of the mesh, or of one in JOINT."""
+    """Return a function that returns the group of an axis such as "tp" or, from JOINT, "tp-cp"."""
 
     def axis(mesh: ProcessMesh) -> Axis:
         if name in JOINT:
@@ -128,7 +128,10 @@ def get_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> Group:
-    """Return the data-parallel group; with_context_parallel adds the context-parallel ranks."""
+    """Return the data-parallel group; with_context_parallel adds the context-parallel ranks.
+
+    with_gtp_remat has no effect here. partial_data_parallel=True raises ConfigError.
+    """
     _one_instance(partial_data_parallel)
     return group_of(ProcessMesh.required(), _data(with_context_parallel))
 
@@ -136,10 +139,7 @@ def get_data_parallel_group(
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> Group:
-    """Return the data-parallel group of a mesh on the CPU.
-
-    Raises: ConfigError on a GPU.
-    """
+    """Return `get_data_parallel_group` of a mesh on the CPU. On a GPU it raises ConfigError."""
     _one_instance(partial_data_parallel)
     if ProcessMesh.required().device != CPU:
         raise ConfigError(
@@ -162,7 +162,7 @@ def get_expert_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> Group | None:
-    """Return the group of the ranks with equal experts, which sum the gradients of the experts."""
+    """Return the group of the ranks with equal experts. For flags see `get_data_parallel_group`."""
     _one_instance(partial_expert_data_parallel)
     return _group(lambda mesh: mesh.edp, check_initialized)
 
@@ -204,7 +204,7 @@ def get_data_parallel_world_size(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
-    """Return the number of data-parallel ranks; with_context_parallel multiplies it by cp."""
+    """Return the size of the group that `get_data_parallel_group` returns for these arguments."""
     _one_instance(partial_data_parallel)
     return _data(with_context_parallel).size
 
@@ -214,7 +214,7 @@ def get_data_parallel_rank(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
-    """Return this rank's position in dp; with_context_parallel counts over dp x cp."""
+    """Return this rank's position in the group that `get_data_parallel_group` returns."""
     _one_instance(partial_data_parallel)
     return _data(with_context_parallel).rank
 
@@ -228,7 +228,7 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 def get_expert_data_parallel_world_size(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
-    """Return the number of ranks with equal experts."""
+    """Return the size of the group that `get_expert_data_parallel_group` returns."""
     _one_instance(partial_expert_data_parallel)
     return ProcessMesh.required().edp.size
 
@@ -236,7 +236,7 @@ def get_expert_data_parallel_world_size(
 def get_expert_data_parallel_rank(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
-    """Return this rank's position among the ranks with equal experts."""
+    """Return this rank's position in the group that `get_expert_data_parallel_group` returns."""
     _one_instance(partial_expert_data_parallel)
     return ProcessMesh.required().edp.rank
 
@@ -293,7 +293,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this is the pipeline's first or last stage; False without a mesh.
 
-    `ignore_virtual` ignores the chunk, `vp_stage`.
+    The arguments are those of `is_pipeline_first_stage`.
     """
     mesh = ProcessMesh.current()
     if mesh is None:
@@ -333,7 +333,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def _fixed(name: str) -> Callable[[int | None], None]:
-    """Return a function that accepts None and refuses any number, as the mesh has the number."""
+    """Return a setter `name` that does nothing for None and raises ConfigError for a number."""
 
     def setter(value: int | None) -> None:
         if value is not None:
@@ -378,7 +378,7 @@ def _data(with_context_parallel: bool) -> Axis:
 
 
 def _one_instance(partial_data_parallel: bool) -> None:
-    """Raise ConfigError for partial_data_parallel, a group of one of several optimizers."""
+    """Raise ConfigError if partial_data_parallel asks for one of several optimizer instances."""
     if partial_data_parallel:
         raise ConfigError(
             "parallel_state: megapipe has one instance of the distributed optimizer, no partial "

@@ -124,13 +124,13 @@ def _nobody_else() -> Group:
 
 
 def joint_axis(mesh: ProcessMesh, name: str) -> Axis | None:
-    """Return the axis over several others; None if the mesh has no group for it.
+    """Return the axis over two others, such as tp and cp; None if the mesh has no group for it.
 
-    If at most one of these axes has several ranks, that axis is returned. If the axes make up the
-    world, the world's axis is.
+    No group is needed in two cases. If one of the two axes has size 1, the other one is returned.
+    If the two make up the world, the axis `world` is.
 
     Args:
-        name: a name in JOINT, such as for dp with cp.
+        name: a key of JOINT, such as "tp-cp".
     """
     parts: list[Axis] = [getattr(mesh, part) for part in JOINT[name]]
     split = [axis for axis in parts if axis.size > 1]

@@ -38,8 +38,8 @@ class _Slot:
     Attributes:
         segments: the segments as bytes, in rank order.
         busy: whether this rank has copied into its segment and has not read all segments yet.
-        free_from: the number of an exchange. Once it or a later one is over, all ranks have read
-            the segments.
+        free_from: index of an exchange, counted from 0. Once it or a later one is over, all ranks
+            have read the segments. -1 before the first use.
     """
 
     segments: tuple[Tensor, ...]
@@ -72,8 +72,8 @@ class SharedMemory:
 
     Args:
         rank: position in the group.
-        gather: a collective that returns every rank's value, in rank order.
-        position: its limit_s is the timeout, in seconds, of a wait for another rank.
+        gather: takes this rank's value and returns every rank's, in rank order; a collective.
+        position: position.limit_s is the timeout, in seconds, of a wait for another rank.
         name: name of the group for errors.
     """
 
@@ -284,9 +284,10 @@ class Started:
 
 
 def _where(descriptor: int) -> list[Any]:
-    """Return [path, identity ...], with which another process can open a file descriptor.
+    """Return a list with which another process can open a file descriptor of this one.
 
-    The identity is the result of `_identity`, for a check that both processes mean one file.
+    Its first item is a path. The others are the result of `_identity`, by which `_open` checks that
+    both processes mean one file.
     """
     identity = _identity(f"/proc/self/fd/{descriptor}")
     return [f"/proc/{os.getpid()}/fd/{descriptor}", *identity]

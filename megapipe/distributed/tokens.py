@@ -26,17 +26,17 @@ Tokens = tuple[range, ...]
 class Cut:
     """The way in which context parallelism divides the tokens of a sequence, as one rank sees it.
 
-    A sequence is cut into 2c equal pieces. Rank r of c ranks has the r-th piece and the r-th piece
-    from the end. Causal attention is then equal work on all ranks (Dubey et al. 2024, section
-    3.3.2). `take` cuts a tensor, `join` joins the parts, and `spans` returns positions. `whole`
-    returns the length of the full sequence.
+    For c ranks a sequence is cut into 2c equal pieces. Rank r has piece r and piece 2c - 1 - r.
+    Causal attention is then equal work on all ranks (Dubey et al. 2024, section 3.3.2). `take` cuts
+    a tensor, `join` joins the parts, and `spans` returns positions. `whole` returns the length of
+    the full sequence.
 
     Attributes:
         rank: r, this rank's position.
         size: c, the number of ranks.
-        piece: if only a slice of each sequence is divided in this way, its token positions; None
-            for the full sequence.
-        length: number of tokens of the full sequence, if `piece` is given.
+        piece: the token positions of a slice, if only this slice of each sequence is divided over
+            the ranks; None if the full sequence is.
+        length: number of tokens of the full sequence, only used with `piece`.
     """
 
     rank: int = 0
@@ -115,9 +115,9 @@ def ahead(x: Tensor, depth: int) -> Tensor:
 
 
 def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
-    """Return the n-th of `of` equal parts of these tokens, in their order.
+    """Return part n = 0..of-1 of `of` equal parts of these tokens, in their order.
 
-    Sequence parallelism gives this part to the n-th of `of` tensor-parallel ranks.
+    Sequence parallelism gives this part to rank n of `of` tensor-parallel ranks.
 
     Args:
         tokens: positions as ranges, as `Cut.spans` returns them.

@@ -26,7 +26,7 @@ class Flag:
         owner: the dataclass that has the field.
         section: the owner's field in Config; empty for a class that is parsed by itself.
         field: the field's name.
-        kind: the field's type, without None and without annotations.
+        kind: the field's type without None and notes: int for Annotated[int | None, Idle(...)].
         default: the field's default.
     """
 

@@ -40,12 +40,12 @@ SWITCHES = {switch: f"--pipeline-schedule {name}" for switch, name in _MEANS.ite
 
 
 def uneven(given: dict[str, list[str]], ranks: int) -> str:
-    """Replace --allow-padding-num-layers by flags of megapipe for an uneven split.
+    """Replace --allow-padding-num-layers by flags of megapipe for an uneven split of the layers.
 
     Args:
-        given: megapipe's flags with their values as typed; the new ones are put here.
+        given: megapipe's flags with their values as typed; the new flags are put here.
         ranks: number of pipeline ranks.
-    Returns: a text on what stands in its place, or why nothing does.
+    Returns: a text with the new flags; if there are none, the reason.
     """
     numbers = [given.get(name, ["0"]) for name in ("--num-layers", _PER_STAGE)]
     # The fork's empty layers would have no place in a split that another flag gives.

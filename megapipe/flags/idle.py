@@ -17,10 +17,12 @@ T = TypeVar("T")
 
 
 def noted(kind: type[T]) -> list[tuple[Flag, T]]:
-    """Return (flag, note) for each note of a kind in the annotations of configuration fields.
+    """Return (flag, note) for each note of a class in the fields of Config.
+
+    A field such as Annotated[int, Idle(...)] has a note of the class Idle.
 
     Args:
-        kind: the class of the notes, such as Idle.
+        kind: the class of the notes.
     """
     flags = flags_of(Config).values()
     notes = {owner: notes_of(owner, kind) for owner in {flag.owner for flag in flags}}
@@ -53,7 +55,8 @@ def without_idle(config: Config) -> Config:
 def _given(config: Config) -> Iterator[tuple[Flag, str]]:
     """Yield (flag, text) for each flag that is given and has no effect in the run.
 
-    The text is of an `Idle` in the annotation of its field, which may have several.
+    The text is the one of an `Idle` note of its field. A flag with several notes that apply is
+    yielded with each of them.
     """
     for flag, where, text in IDLE:
         if config.value(flag.field) != flag.default and where(config):

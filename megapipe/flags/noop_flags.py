@@ -16,8 +16,8 @@ class Noop(NamedTuple):
     """The values that a flag of Megatron-LM may have if it is accepted and sets nothing.
 
     Attributes:
-        values: the accepted values, none for a switch. `*` stands for any value, `#` for an
-            integer, MANY at the end for one or more values.
+        values: the accepted values; () for a switch. "*" stands for any value, "#" for an integer.
+            ("*", MANY) accepts one or more values of any kind.
         because: the sentence about what happens instead.
     """
 

@@ -285,9 +285,10 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
 
 
 def _old_names(given: Given, others: list[tuple[str, list[str]]]) -> Iterator[str]:
-    """Move old names of flags from `others` to the flags in `given` that they mean.
+    """Replace old names of flags in `others` by flags of megapipe in `given`, see OLD_NAMES.
 
-    Yields: an error for each old name with a wrong value, or next to a flag that it means.
+    Yields: an error for each old name with a wrong number of values, and for some old names if the
+        flag that replaces them is given too.
     """
     sizes = given.get(_UNQUOTED, [])
     if len(sizes) > 1:  # Megatron-LM's script for GPT-3 175B loses the quotes
@@ -326,7 +327,7 @@ def _schedule_switches(
     Args:
         given: flags of megapipe with their values; the schedule is put here.
         others: (name, values) of other flags; the switches are taken out.
-        noops: what happens instead of each flag that sets no field; the switches are put here.
+        noops: {flag that sets no field: what happens instead}; the switches are put here.
     """
     switches = {name: values for name, values in others if name in SWITCHES}
     others[:] = [(name, values) for name, values in others if name not in SWITCHES]

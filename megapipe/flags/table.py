@@ -25,8 +25,8 @@ from megapipe.flags.rules import reason
 def table() -> str:
     """Return Markdown tables of all flags: what each does, or why it is refused.
 
-    A flag sets a field, is accepted and sets nothing, or is refused. A flag without effect in some
-    runs is accepted there, and a line at the start of the run says so.
+    A flag sets a field, is accepted and sets nothing, or is refused. A flag that sets a field may
+    have no effect in some runs; a line at the start of such a run says so.
     """
     ours = flags_of(Config)
     # Megatron-LM has some flags with dashes and with underscores, and takes both.

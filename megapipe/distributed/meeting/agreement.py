@@ -53,9 +53,10 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
 
 
 def taken(store: Store, gpu: str | None) -> dict[str, str]:
-    """Return a fact for `agree` that differs between ranks if two of them use one GPU.
+    """Return a fact by which `agree` fails if two ranks use one GPU, where NCCL would deadlock.
 
-    With two ranks on one GPU, NCCL would fail or deadlock.
+    The value is "its own" for the first rank that calls this with a GPU, and names the GPU for
+    any later one.
 
     Args:
         store: a store that the ranks share, only for this purpose.

@@ -96,7 +96,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
 # Cached, so that there is one counter per process.
 @cache
 def _meshes() -> Iterator[int]:
-    """Return a counter of the meshes that this process has made."""
+    """Return this process's counter: `next` yields 0 for its first mesh, 1 for the second, ..."""
     return count()
 
 

@@ -29,8 +29,9 @@ T = TypeVar("T")
 class Met:
     """The ranks of a run after they have met at one store and agreed on their facts.
 
-    `of` waits for the ranks and compares the facts. `from_first` sends rank 0's result to all ranks
-    before any group exists.
+    Facts are values that must be equal on all ranks, such as sizes of axes. `of` waits for the
+    ranks and compares the facts. `from_first` sends rank 0's result to all ranks before any group
+    exists.
 
     Attributes:
         rank, world_size: this process's rank, and the number of processes.

@@ -15,13 +15,14 @@ class Position:
 
     Attributes:
         step: the training iteration, in words.
-        at: (place, time when it got there, in seconds of time.monotonic()). The place is an item of
-            the executor's program, or text on another call that waits for ranks. None while the
-            thread waits for no other rank.
+        at: (place, seconds of time.monotonic() at which the thread came there). The place is an
+            item of `plan`, or the name of another call that waits for ranks. None while the thread
+            waits for no other rank.
         limit_s: seconds that the thread may stay at one place; None for no limit but the process
             groups' timeouts.
-        plan: the executor's program of this step; None until the executor begins.
-        hand: the results that the executor holds, by the pass that made them.
+        plan: the passes and messages of this rank in this step, in the executor's order; None until
+            the executor begins.
+        hand: {pass: its result}, the results that the executor holds for later passes.
         comm: the executor's communicator.
     """
 

@@ -35,8 +35,8 @@ def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = Non
     Args:
         work: the function.
         folder: the folder to which `work` writes, for the message about a full disk; or None.
-    Raises: CheckpointError, the same on all ranks, if `work` raises on any of them. An error that
-        is neither a CheckpointError nor an OSError is raised unchanged on the rank that has it.
+    Raises: if `work` raises on any rank, the same CheckpointError on all ranks. Only a rank whose
+        own error is neither a CheckpointError nor an OSError raises its own error unchanged.
     """
     problems: list[str] = []
     unexpected: Exception | None = None
