@@ -50,7 +50,7 @@ def moved_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         module: the `__name__` of the module.
-        names: MODULE:NAME below megapipe, by former name.
+        names: {former name: MODULE:NAME below megapipe}, such as {"Seams": "training.hooks:Hooks"}.
     """
 
     def find(name: str) -> Any:

@@ -39,7 +39,7 @@ class Watch(Protocol):
 
 
 class AtWaits(threading.local):
-    """What a thread does when it is about to wait for a collective.
+    """The behaviour of a thread that is about to wait for a collective.
 
     `do` sets both attributes within a `with` block. `Pending.wait` reads them.
 
@@ -219,8 +219,8 @@ class Axis:
         """Start to send x to the next rank of the ring, and to receive the previous rank's x.
 
         Args:
-            channel: tells shifts apart that are under way at the same time: each needs another
-                number. All ranks must start these shifts in the same order.
+            channel: a tag; shifts that are under way at the same time need different ones. All
+                ranks must start these shifts in the same order.
             into: the tensor to receive into, with the shape and type of x; None for a new one.
         """
         out = torch.empty_like(x) if into is None else into

@@ -293,7 +293,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this is the pipeline's first or last stage; False without a mesh.
 
-    The arguments are those of `is_pipeline_first_stage`.
+    For the arguments see `is_pipeline_first_stage`.
     """
     mesh = ProcessMesh.current()
     if mesh is None:

@@ -287,8 +287,8 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
 def _old_names(given: Given, others: list[tuple[str, list[str]]]) -> Iterator[str]:
     """Replace old names of flags in `others` by flags of megapipe in `given`, see OLD_NAMES.
 
-    Yields: an error for each old name with a wrong number of values, and for some old names if the
-        flag that replaces them is given too.
+    Yields: an error for each old name with a wrong number of values. For some old names also an
+        error if the flag that replaces them is given too.
     """
     sizes = given.get(_UNQUOTED, [])
     if len(sizes) > 1:  # Megatron-LM's script for GPT-3 175B loses the quotes

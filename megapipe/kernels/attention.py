@@ -53,7 +53,7 @@ class _Operand(ctypes.Structure):
 
 
 class _Task(ctypes.Structure):
-    """The arguments of both C functions, with the order of fields in attention.c."""
+    """The arguments of attention and attention_backward, with the fields in attention.c's order."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "groups", "per_group", "tokens", "dim")),

@@ -48,10 +48,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def has_loops(*tensors: Tensor) -> bool:
-    """Return whether the functions below accept these tensors.
+    """Return whether this module's C loops accept these tensors.
 
-    They read raw memory. So they refuse subclasses of Tensor, such as the fake tensors that a plan
-    measures, and the tensors of torch.compile.
+    The loops read raw memory. So they refuse subclasses of Tensor that have none, such as fake
+    tensors and the tensors of torch.compile.
     """
     # The library comes last: only tensors that can use it make this machine compile it.
     return (
@@ -182,9 +182,9 @@ def causal_softmax_(scores: Tensor, tokens: int) -> None:
     """Replace attention scores by probabilities under the causal mask.
 
     Args:
-        scores: [n, rows, end], rows of queries against the keys 0..end-1; overwritten. Each token
-            has rows / tokens successive rows, the heads of one group.
-        tokens: number of tokens with queries. They are the last tokens before `end`.
+        scores: [n, rows, end], the scores of queries for the keys 0..end-1; overwritten. The first
+            rows / tokens rows are the first token's heads, the next ones the second token's.
+        tokens: number of tokens with queries, which are the tokens end - tokens..end-1.
     """
     n, rows, end = scores.shape
     _run("causal_softmax", scores, n * rows, tokens, rows // tokens, end, _is_bf16(scores))

@@ -57,22 +57,24 @@ def build(
     memory: float | None = None,
     **options: object,
 ) -> Schedule:
-    """Return the schedule of a name or a recipe, verified.
+    """Return the schedule that a name, a file or a recipe describes, verified.
 
     Args:
-        order: a name of the catalogue such as "zb-h1", a .json or .csv file, or FILE.py:NAME of a
-            function. A Recipe has its own size and options.
+        order: the name of a schedule, such as "zb-h1"; a .json or .csv file of a schedule;
+            FILE.py:NAME of a function that makes one; or a Recipe, which has its own size and
+            options.
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of a step.
         chunks: stages on each rank, where the schedule leaves a choice; None for its default.
-        costs: times of passes and messages. By them a searched schedule and the parts of a recipe
-            are chosen, and in other schedules W may move to where ranks wait. None: F, B and W take
-            a unit of time each, and other schedules are the papers' tables.
+        costs: times of passes and messages, for which a searched schedule or a recipe is made as
+            fast as possible. In other schedules W passes may move to where ranks wait. None: F, B
+            and W take a unit of time each, and schedules that are not searched are as in the
+            papers.
         memory: limit on a rank's activation, in the unit of `costs.mem_b`; None for no limit.
-        options: further arguments of the schedule's function.
-    Raises: ScheduleError if there is no such schedule, or none of this size. ScheduleError if parts
-        exclude each other, or a rank holds more than the limit.
-        TypeError for a name without a size, or a recipe with another one.
+        options: further arguments of the function that makes the schedule.
+    Raises: ScheduleError if there is no such schedule, or none of this size. ScheduleError if
+        fields of a recipe exclude each other, or a rank holds more than the limit. TypeError for a
+        name without ranks and microbatches, or a recipe with them.
     """
     if isinstance(order, Recipe):
         if ranks is not None or microbatches is not None or chunks is not None or options:
@@ -107,8 +109,8 @@ def compare(
     Args:
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of a step.
-        among: names as in `build`, tables, and recipes. 1f1b is always added, because others are
-            compared with it.
+        among: names and files as in `build`, schedules, and recipes. 1f1b is always added, because
+            others are compared with it.
         costs: times of passes and messages.
         memory: limit on a rank's activation, in the unit of `costs.mem_b`; None for no limit.
         effort: about the seconds to spend on each of the two searches of zb-auto.
@@ -129,7 +131,7 @@ class Picture:
     """A drawn schedule: shown as SVG in a notebook, and as text where it is printed.
 
     Attributes:
-        schedule: the table.
+        schedule: the schedule that is drawn.
         costs: times of passes and messages.
         memory: a limit to draw, in the unit of `costs.mem_b`; None for none.
     """
@@ -157,9 +159,9 @@ def draw(
     """Return the picture of a schedule, and write it to a file if one is named.
 
     Args:
-        schedule: the table.
+        schedule: the schedule to draw.
         costs: times of passes and messages.
-        memory: a limit to draw, in the unit of `costs.mem_b`.
+        memory: a limit to draw, in the unit of `costs.mem_b`; None for none.
         file: a path that ends in .svg, .png or .pdf. The last two need matplotlib.
         width: inches of a .png or .pdf: a column of a paper has 3.4, a page 7.
     Raises: ScheduleError if the schedule deadlocks or the file has another ending. DataError if the
@@ -192,12 +194,12 @@ def save(
     """Write a schedule to a file that `load`, `build` and --pipeline-schedule read.
 
     Args:
-        schedule: the table.
+        schedule: the schedule to write.
         file: a path that ends in .json, which has everything, or in .csv.
-        costs: a .json also has these costs, the makespan and the start of each step.
-        recipe: a .json also says how the table was made.
+        costs: if given, a .json also has them, the makespan and the start of each step.
+        recipe: if given, a .json also has the recipe by which the schedule was made.
     Raises: ScheduleError for another ending, and for a .csv with costs, with a recipe, or with a
-        table that CSV cannot express. DataError if the file cannot be written.
+        schedule that CSV cannot express. DataError if the file cannot be written.
     """
     ending = Path(file).suffix.lower()
     if ending == ".json":

@@ -31,9 +31,9 @@ class Row(NamedTuple):
     Attributes:
         plain: (output of the MLP's first layer, configuration, learned scalars) -> input of the
             last layer, in torch's operations.
-        again: run `plain` again in backward, because autograd would keep more than its input.
-        own: (output of the first layer) -> input of the last, with a derivative written by hand.
-            None: there is only `plain`.
+        again: True if backward runs `plain` again, because autograd would keep more than its input.
+        own: the same function of the first layer's output alone, with a derivative written by hand;
+            None if there is only `plain`.
     """
 
     plain: Callable[..., Tensor]
@@ -42,9 +42,9 @@ class Row(NamedTuple):
 
 
 def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, ModelConfig], Tensor]:
-    """Return an activation function(gate) * (up + offset) of a gated MLP.
+    """Return the activation (x, config) -> function(gate) * (up + offset) of a gated MLP.
 
-    Its arguments are [gate, up] and the configuration, whose flags say offset and clamps.
+    x is [gate, up]. The configuration says the offset, and to which values gate and up are clamped.
 
     Args:
         function: the activation of the gate, such as silu.

@@ -43,8 +43,8 @@ def build_stage(
         provider: (config, span, tp) -> the stage.
         model: the model's configuration. span: the layers of the stage.
         tp: the tensor-parallel axis. seed: of all initial values.
-    Raises: ConfigError if a parameter without Layout is missing, or has another shape, when its
-        layer is built alone.
+    Raises: ConfigError if the provider builds a layer alone without one of the stage's parameters
+        that have no Layout, or with another shape.
     """
     # The fork restores torch's generator afterwards: a user's own draws do not depend on the model.
     with _global_generator(), torch.random.fork_rng(devices=[]):
@@ -95,8 +95,8 @@ def _check_copied(missing: set[str], span: LayerSpan) -> None:
 def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
     """Yield the parts that are built alone for their initial values: each layer, embedding, loss.
 
-    The last two contain a layer too. Its values are ignored, because a layer's values come from the
-    part with only that layer.
+    Embedding and loss are built with one layer each. The values of this layer are not used: a
+    layer's values come from the part with only that layer.
 
     Args:
         span: the layers of the stage, and whether it has embedding or loss.

@@ -27,9 +27,8 @@ from megapipe.tensor_parallel.scaling import scaled
 class TransformerLayer(nn.Module):
     """Attention and MLP in sequence: x += attention(norm(x)), then x += mlp(norm(x)).
 
-    --norm-placement can put a norm after each half, in addition or instead.
-    Options that the configuration overrides for this layer apply. An override may also remove the
-    attention half, the MLP half, or both.
+    --norm-placement can put a norm after attention and after the MLP, in addition or instead. The
+    configuration may override options for this layer, or remove its attention, its MLP or both.
 
     Args:
         layer: the layer's number in the whole model, from 0.

@@ -28,8 +28,8 @@ class MultiTokenLayer(nn.Module):
     """Combine hidden states with the next token's embedding, and apply a transformer layer.
 
     Args:
-        layer: the layer's number; depths count on from the model's last layer. It names the
-            layer's random streams and routing.
+        layer: the layer's number; depths count on from the model's last layer. It is part of the
+            keys of random streams and routing.
         make: builds the transformer layer.
     """
 
@@ -64,7 +64,7 @@ class MultiTokenLayer(nn.Module):
 
         Args:
             x: hidden states of the depth before, [s, b, h].
-            embedded: embedding of the tokens that those predict, [s, b, h].
+            embedded: embedding of the tokens that x predicts, [s, b, h].
         Returns: [s, b, h]. All three are [s/t, b, h] under sequence parallelism.
         """
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), dim=-1))

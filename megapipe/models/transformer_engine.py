@@ -172,9 +172,9 @@ def _precision(config: Config, impl: str, on_gpu: bool) -> str:
 
 
 def knows(fp8: Recipe) -> bool:
-    """Return whether te.Linear can compute by an FP8 recipe if a schedule reorders passes.
+    """Return whether te.Linear can quantise as `fp8` says, in any order of passes.
 
-    It cannot with delayed scales, because it changes them with every pass. It cannot leave weight
+    With delayed scales it cannot, because every pass changes the scales. It cannot leave weight
     gradients unquantised either.
     """
     return fp8.kind != "delayed" and fp8.weight_grads

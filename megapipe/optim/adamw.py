@@ -19,10 +19,10 @@ from megapipe.optim.rule import Part, multiply
 
 
 def sweep(part: Part, flags: OptimizerConfig, steps: int) -> None:
-    """Update the parameters of a part in place, in float32 or float64.
+    """Update parameters by AdamW in place, in float32 or float64.
 
     Args:
-        part: the parameters, with their gradients and moments.
+        part: the parameters, with their gradients, moments, learning rate and weight decay.
         flags: Adam's flags.
         steps: number of updates before this one.
     """

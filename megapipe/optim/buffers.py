@@ -38,10 +38,10 @@ ALIGN = 64
 
 
 class Section(NamedTuple):
-    """Neighbouring parameters in a flat tensor that have equal rates.
+    """Neighbouring parameters in a flat tensor that have equal learning rate and weight decay.
 
     Attributes:
-        group: their factors on learning rate and weight decay.
+        group: their factors on the run's learning rate and weight decay.
         at_end: whether they are word embeddings or output head, which may have their own rate.
         names: names of the parameters.
         where: the range of their elements in a flat tensor, or in this rank's share of it.
@@ -58,9 +58,9 @@ class Positions(NamedTuple):
 
     Attributes:
         of: {name of a parameter: (its first element, its shape)}.
-        sections: neighbouring parameters with equal rates.
+        sections: the parameters before `owned`, grouped by learning rate and weight decay.
         owned: number of elements before the borrowed parameters, which use another parameter's
-            memory. It is a multiple of the number of shares.
+            memory. These elements divide into ZeRO-1's equal shares.
         end: number of all elements.
     """
 
@@ -136,10 +136,11 @@ class FlatBuffers:
         live: counts the bytes that are allocated and released within a step.
 
     Attributes:
-        share: the range of elements of `main`, `grads` and `model` that this rank owns.
-        sections: neighbouring parameters with equal rates, with their elements in this share.
+        share: the range of elements of `grads` and `model` that this rank updates: its share under
+            ZeRO-1, else all. `main` has these elements only.
+        sections: the parameters by learning rate and weight decay, with their place in this share.
         own: names of the parameters that are not borrowed.
-        shard: the weights in this share.
+        shard: the weights in this share, also while `model` has no memory.
         rounds: whether `main` has another type than `model`, to which it must be rounded.
     """
 
@@ -213,7 +214,7 @@ class FlatBuffers:
         return flat[start : start + shape.numel()].view(shape)
 
     def rows(self, name: str) -> slice:
-        """Return a parameter's rows of a flat tensor viewed as [-1, ALIGN], padding included."""
+        """Return a parameter's rows of flat.view(-1, ALIGN), with the padding after it."""
         start, shape = self._where[name]
         return slice(start // ALIGN, -(-(start + shape.numel()) // ALIGN))
 
@@ -243,7 +244,10 @@ class FlatBuffers:
         return slice(begin - first, stop - first)
 
     def own_part(self, flat: Tensor, name: str) -> Tensor:
-        """Return the elements of a parameter in a tensor of the share's size, as a flat view."""
+        """Return the elements of a parameter in `flat`, as a flat view.
+
+        `flat` is `main`, or another tensor with the elements of this rank's share.
+        """
         start, shape = self._where[name]
         return flat[self.within(start, start + shape.numel())]
 
@@ -270,7 +274,7 @@ class FlatBuffers:
 
     @property
     def parts(self) -> list[Tensor]:
-        """The gradients that are complete after `start_reduce`, as a list of flat tensors.
+        """The gradients that are complete once `start_reduce` is over, as a list of flat tensors.
 
         The list has one tensor with all gradients. Under ZeRO-1 it has this rank's share, and the
         full gradients of borrowed parameters.

@@ -49,8 +49,8 @@ class Census(NamedTuple):
     `order` numbers the parameters of the whole model.
 
     Attributes:
-        owners: {name: the parameter on the rank with its optimizer state}.
-        twins: {name: the parameter's replica on the mirrored rank}, under DualPipe.
+        owners: {name: row of the parameter on the rank that has its optimizer state}.
+        twins: {name: row of its replica on the mirrored rank}; {} unless under DualPipe.
     """
 
     owners: Mapping[str, Row]
@@ -140,9 +140,10 @@ def trained(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def frozen(
     stages: Sequence[nn.Module], census: Mapping[str, Row], mesh: ProcessMesh
 ) -> list[nn.Parameter] | None:
-    """Return the frozen parameters that count on this rank; None if the whole model is trained.
+    """Return the frozen parameters that this rank adds to sums over the model, such as norms.
 
-    Each element of the model counts on one rank of a pipeline and its tensor-parallel group.
+    Where several ranks of a pipeline or a tensor-parallel group have the same slice of a parameter,
+    only one returns it. The result is None if the whole model is trained.
 
     Args:
         stages: this rank's stages in ascending order.
@@ -188,7 +189,7 @@ def _tie_problems(
     Args:
         user: the parameter that repeats a weight.
         owner: the parameter with that weight; None if it does not exist.
-        with_ends: for each pipeline rank, whether it has a process group for shared weights.
+        with_ends: with_ends[r] says whether pipeline rank r is in the group `ProcessMesh.ends`.
         twins: {name: the parameter's replica on the mirrored rank}.
     """
     if owner is None or owner.tied_to is not None:

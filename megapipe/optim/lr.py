@@ -36,7 +36,8 @@ class WeightDecay:
     def of(config: Config) -> WeightDecay:
         """Return the decay that the flags describe.
 
-        Raises: ConfigError for a growing decay without both ends, or with falling ends.
+        Raises: ConfigError if a decay that is not constant lacks --start-weight-decay or
+            --end-weight-decay, or if it would fall.
         """
         flags = config.optimizer
         start = flags.start_weight_decay
@@ -106,7 +107,8 @@ class LRSchedule:
     def of(config: Config) -> LRSchedule:
         """Return the schedule that the flags describe.
 
-        Raises: ConfigError for a warm-up or a last part that does not fit into the curve.
+        Raises: ConfigError if the warm-up, or the decay at the end under WSD, is too long for the
+            curve.
         """
         flags = config.optimizer
         # With --train-samples, Megatron's flags for lengths end in -samples instead of -iters.
@@ -145,7 +147,7 @@ class LRSchedule:
         """Return a message for each length that is too long: a warm-up, or a decay at the end.
 
         Args:
-            unit: "iters" or "samples", the end of the flags that were given.
+            unit: "iters" or "samples", for flags in the messages such as --lr-decay-iters.
         """
         problems = []
         if self.warmup >= self.decay:

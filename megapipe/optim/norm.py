@@ -119,10 +119,10 @@ class Norm:
         return math.sqrt(self._of_model(squares))
 
     def _of_model(self, sums: Tensor) -> float:
-        """Return the sum over all ranks that hold parts of the model.
+        """Return the total of the sums of all ranks that hold one replica of the model.
 
         Args:
-            sums: [2], this rank's sums over dense parameters and over experts.
+            sums: [2], this rank's sums over dense parameters and over experts; overwritten.
         """
         self.mesh.tp.all_reduce(sums[:1])
         self.mesh.experts.all_reduce(sums[1:])
@@ -143,7 +143,7 @@ class Norm:
     def _experts(self, owned: Sequence[FlatBuffers]) -> list[str]:
         """Return the names of experts' parameters in the buffers.
 
-        They are equal on a stage's ranks.
+        All ranks of a stage return the same names.
         """
         names = [n for b in owned for n in b.own if n in self.index]
         return [n for n in names if layout_of(self.params[n]).experts]

@@ -36,9 +36,9 @@ class _Block(NamedTuple):
     Attributes:
         queries, keys: their positions in the whole sequence.
         rows: the queries' slice of this rank's tensor of queries. columns: the keys', of its keys.
-        whole: the queries of the dropout block around this one. It is cut from the whole sequence.
-        first: the first key that any query of `whole` attends to. Dropout masks are drawn for the
-            queries `whole` and the keys from `first` on.
+        whole: positions of the queries that share one dropout mask, the same on all ranks.
+            `queries` is the part of `whole` that is on this rank.
+        first: the first key that any query of `whole` attends to; the dropout mask begins there.
     """
 
     queries: range
@@ -63,9 +63,9 @@ class MaskSpec:
         window: how many earlier tokens a query attends to, besides itself; None for all.
         documents: if given, a query attends only to its own document.
         p: probability of dropout.
-        site: the layer and the place in it. The dropout masks are seeded by stream and site.
+        site: names the layer, and the place in it. Stream and site seed the dropout masks.
         heads: the ranks that split the heads.
-        cap: the number c of capped scores, c tanh(score / c); None for plain ones.
+        cap: c if scores are capped to c tanh(score / c); None if they are not.
     """
 
     length: int
@@ -80,7 +80,7 @@ class MaskSpec:
     def first_seen(self, token: int) -> int:
         """Return the first token that the query at position `token` attends to.
 
-        It is the earliest one of all sequences, where their documents differ.
+        If the sequences have different documents there, it is the earliest of their first tokens.
         """
         first = 0
         if self.window is not None:
@@ -97,7 +97,8 @@ class MaskSpec:
 
         Args:
             q: [b, heads, s/c, d], used for its sizes and device.
-            queries, keys: positions of the rows of q and of the keys at hand.
+            queries: positions of the rows of q.
+            keys: positions of the given keys, which may come from another rank.
         """
         on_cpu = q.device.type == "cpu"
         scores = _SCORES if on_cpu else _SCORES_GPU
@@ -127,8 +128,9 @@ class MaskSpec:
         """Return the scores q k^T / sqrt(d) of a block, capped, minus infinity where masked.
 
         Args:
-            rows: queries [n, r, d] of n pairs of a sequence and a query group.
-            keys: [n, m, d].
+            rows: [n, r, d], queries for n pairs of a sequence and a query group. A pair has r rows:
+                the block's queries of the group's first head, then of its second, and so on.
+            keys: [n, m, d], the block's keys.
         Returns: [n, r, m], at least float32.
         """
         scores = rows.new_empty(*rows.shape[:2], keys.shape[1])
@@ -236,7 +238,7 @@ def attend(
 
     Args:
         mask: which keys each query attends to.
-        q: [b, heads, n, d], at the positions `queries`.
+        q: [b, heads, s/c, d], at the positions `queries`.
         kv: keys and values [2, b, groups, m, d], at the positions `held`.
         sums: updated.
     """
@@ -278,10 +280,10 @@ def differentiate(
 
     Args:
         mask: which keys each query attends to.
-        q: [b, heads, n, d], at the positions `queries`.
+        q: [b, heads, s/c, d], at the positions `queries`.
         kv: keys and values [2, b, groups, m, d], at the positions `held`.
-        grad: gradient of the whole output, [b, heads, n, d].
-        lse: [n, g, s/c, 1], of all keys, see `Sums`.
+        grad: gradient of the whole output, [b, heads, s/c, d].
+        lse: [n, g, s/c, 1], `Sums.lse` after all keys; n counts pairs of a sequence and a group.
         delta: [n, g, s/c, 1], the sum over d of grad x output. With lse it makes the gradient of
             one part of the keys independent of the other parts.
         dq: [n, g, s/c, d], the gradient of q, updated in place.
@@ -368,13 +370,13 @@ def _rows(x: Tensor, block: _Block, pairs: int) -> Tensor:
     """Return the block's queries of x [b, heads, s, d] as [pairs, rows, d]; fp16 becomes float32.
 
     Args:
-        pairs: number of pairs of a sequence and a query group; a pair's rows are heads by queries.
+        pairs: number of pairs of a sequence and a query group. rows is the group's heads x queries.
     """
     return _wide(x[:, :, block.rows]).reshape(pairs, -1, x.shape[-1])
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """Return x [b, groups, s, d] as [b groups, s, d], contiguous; fp16 becomes float32."""
+    """Return x [b, groups, s, d] as [b x groups, s, d], contiguous; fp16 becomes float32."""
     return _wide(x).contiguous().flatten(0, 1)
 
 

@@ -58,9 +58,9 @@ class _Part:
 
 
 def _parts(mask: MaskSpec) -> dict[int, _Part]:
-    """Return the keys and values of the microbatch's slices at this layer, by slice's first token.
+    """Return {first token of a slice: its keys and values} for a microbatch's slices at one layer.
 
-    Forward passes add to this dictionary, backward passes remove.
+    Forward passes add to this dictionary, backward passes remove from it.
 
     Args:
         mask: the layer's mask, which has the microbatch.
@@ -227,7 +227,7 @@ def context_attention(
     Args:
         q: [b, heads/t, s/c, d], this rank's tokens as the mask's stream says.
         k, v: [b, groups/t, s/c, d]; heads/groups successive heads share a group.
-        way: p2p (a2a+p2p means the same here) or all_gather; no effect where c is 1.
+        way: "p2p" or "all_gather"; "a2a+p2p" acts as "p2p". No effect where c is 1.
         sinks: [heads/t], the logarithm of an additional term of each head's softmax denominator;
             None for the plain softmax.
     Returns: [b, heads/t, s/c, d]. Scores have q's type (float32 for fp16); softmax and sums are
@@ -245,6 +245,7 @@ def _ring(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
     Sends c - 1 messages around the ring, each while `use` computes with keys that have arrived.
 
     Args:
+        mask: the layer's mask, which has the ranks.
         cut: which tokens kv has.
         kv: this rank's keys and values, [2, b, groups/t, s/c, d].
         use: called with the keys and values of one rank and their positions.
@@ -264,6 +265,7 @@ def _ring_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tens
     last message brings them back to the rank that owns the keys.
 
     Args:
+        mask: the layer's mask, which has the ranks.
         cut: which tokens kv has.
         kv: this rank's keys and values, [2, b, groups/t, s/c, d].
         use: (keys and values, positions) -> their gradient from this rank's queries.
@@ -294,6 +296,7 @@ def _all_at_once(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
     """Call `use` once with the keys and values of all ranks, after one all-gather.
 
     Args:
+        mask: the layer's mask, which has the ranks.
         cut: which tokens kv has.
         kv: this rank's keys and values, [2, b, groups/t, s/c, d].
         use: called with the keys and values, and their positions.
@@ -310,6 +313,7 @@ def _all_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tenso
     Makes one all-gather and one reduce-scatter.
 
     Args:
+        mask: the layer's mask, which has the ranks.
         cut: which tokens kv has.
         kv: this rank's keys and values, [2, b, groups/t, s/c, d].
         use: (keys and values of all ranks, positions) -> their gradient from this rank's queries.

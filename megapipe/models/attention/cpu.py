@@ -107,7 +107,8 @@ def _pairs(q: Tensor, k: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]
 
     Args:
         q: [b, heads, s, d]. k: [b, groups, s, d]. others: of either shape.
-    Yields: views of (q, k, *others), [n, s, g, d] with g heads in each group; g is 1 for keys.
+    Yields: views of (q, k, *others), each [n, s, g, d]. g is heads / groups for tensors shaped like
+        q, and 1 for tensors shaped like k.
     """
     groups = k.shape[1]
     views = []
@@ -158,9 +159,10 @@ def _part(space: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _blocks(queries: Tensor) -> Iterator[tuple[int, int, slice]]:
-    """Yield (first token, token after the last, rows) of each block of the queries [n, s, g, d].
+    """Cut the queries [n, s, g, d] into blocks of tokens.
 
-    The rows are the block's slice of the queries as [n, s g, d].
+    Yields: (first token, token after the last, slice of the block in the queries viewed as
+        [n, s x g, d]).
     """
     _, s, per_token, _ = queries.shape
     for first in range(0, s, _BLOCK):

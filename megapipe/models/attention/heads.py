@@ -119,5 +119,5 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _by_head(weight: Tensor, x: Tensor) -> Tensor:
-    """Return a weight [heads x d] as [heads, d], for products with x, in the type of sums."""
+    """Return a weight [heads x d] as [heads, d] like x [.., heads, d], in at least float32."""
     return weight.view(x.shape[-2:]).to(torch.promote_types(weight.dtype, torch.float32))

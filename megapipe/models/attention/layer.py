@@ -290,9 +290,9 @@ def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]
 
 
 def _isolated(stream: Stream) -> Documents | None:
-    """Return the microbatch's documents if attention must stay inside each of them, else None.
+    """Return the documents of `stream` if attention must stay inside each of them.
 
-    stream: the running microbatch. None, too, if its documents are not known.
+    Otherwise, and if its documents are not known, return None.
     """
     if stream.documents is None or not stream.documents.isolate:
         return None

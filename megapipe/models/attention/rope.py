@@ -57,9 +57,9 @@ class Rotary:
         original: the tokens of a sequence before YaRN stretches positions.
         fast, slow: YaRN keeps the frequency of pairs that turn at least `fast` times in `original`
             tokens, and slows pairs that turn at most `slow` times.
-        rounded: the range between these pairs ends at whole pairs.
+        rounded: whether the limits between kept, mixed and slowed pairs are rounded to whole pairs.
         stretch: factor by which all positions are divided.
-        length: factor on the length of the rotated vectors.
+        length: factor by which rotation changes the length (norm) of the vectors.
         divisors: longrope's two lists of numbers that divide the frequencies, one for each pair.
             The first list is for sequences of at most `original` tokens, the second for longer
             ones. None to leave the frequencies.

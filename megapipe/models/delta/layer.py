@@ -45,9 +45,9 @@ class Convolution(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Projection, convolution, gated delta rule, gated norm, output projection.
 
-    The rows of in_proj are ordered by key head: its query, its key, its r value heads, their r
-    gates of the output, the r gates beta, and the r inputs of decays. A tensor-parallel slice is
-    then a set of whole heads.
+    Each key head has r value heads. The rows of in_proj are ordered by key head: its query, its
+    key, its r value heads, their r gates of the output, the r gates beta, and the r inputs of
+    decays. A tensor-parallel slice is then a set of whole heads.
 
     Between the projections only the output of in_proj is kept for backward, which computes the
     rest again.
@@ -101,7 +101,12 @@ class GatedDeltaNet(nn.Module):
 
     @eager
     def attend(self, x: Tensor) -> Tensor:
-        """Return the input of out_proj [s/c, b, values/t] for the output x of in_proj."""
+        """Return the input of out_proj for the output x of in_proj.
+
+        Args:
+            x: [s/c, b, rows of in_proj / t].
+        Returns: [s/c, b, channels of all value heads / t].
+        """
         stream = current_stream()
         documents = stream.documents
         numbers = None
@@ -140,11 +145,11 @@ def _core(
     All of it is computed in float32, or in float64 for a float64 model.
 
     Args:
-        numbers: the document of each token [b, s], or None.
+        numbers: [b, s], the index of each token's document in its sequence; None for a single one.
         x: the output of in_proj, [s, b, heads, rows of a head].
-        taps: of the convolution, [heads, channels, taps].
-        rates: logarithms of the rates of decay, [heads x r].
-        offsets: added to the inputs of decays, [heads x r].
+        taps: weights of the convolution, [heads, channels, taps].
+        rates: A_log, the logarithms of the rates of decay, [heads x r].
+        offsets: dt_bias, which is added to the inputs of decays, [heads x r].
         norm: the weight of the norm of value heads, [dv].
     """
     dtype = x.dtype

@@ -70,9 +70,10 @@ def gated_delta_rule(
         q, k: [b, heads, s, dk], of length 1; q is scaled here by 1 / sqrt(dk).
         v: [b, heads, r, s, dv].
         decay: the logarithm of each token's factor on the state, at most 0: [b, heads, r, s].
-        beta: the share of the state's own answer that a token replaces, [b, heads, r, s].
-        numbers: the document of each token [b, s]; a state starts at 0 in each. None for a single
-            document.
+        beta: how far a token moves the state's answer to its key towards its value, from 0 (not at
+            all) to 1 (fully): [b, heads, r, s].
+        numbers: [b, s], the index of each token's document in its sequence. The state starts at 0
+            in each document. None for a single document.
     """
     s = q.shape[2]
     size = min(CHUNK, s)
@@ -109,7 +110,8 @@ def gated_delta_rule(
 class _Reach:
     """The factors by which a token's update has decayed at another place of its chunk.
 
-    They are 0 between tokens of different documents.
+    They are 0 between tokens of different documents. n counts the chunks of a sequence, c the
+    tokens of a chunk.
 
     Attributes:
         between: from the token of a column to the token of a row, [b, heads, r, n, c, c].
@@ -125,11 +127,11 @@ class _Reach:
 
 
 def _reach(total: Tensor, numbers: Tensor | None) -> _Reach:
-    """Return the factors of all chunks.
+    """Return the factors of all n chunks of c tokens.
 
     Args:
-        total: the sum of the logarithms of factors up to each token, [b, heads, r, n, c].
-        numbers: the document of each token, [b, n, c], or None.
+        total: [b, heads, r, n, c], the sum of `decay` from the chunk's first token to each token.
+        numbers: [b, n, c], the index of each token's document, or None for a single document.
     """
     size = total.shape[-1]
     seen = torch.ones(size, size, dtype=torch.bool, device=total.device).tril()

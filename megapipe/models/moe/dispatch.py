@@ -54,8 +54,8 @@ def rows_of(
         kept: [T, k], True for the choices that get a row; None for all.
         each: if given, every expert gets this number of rows, and padding fills them up. Must be
             at least an expert's number of choices.
-        count: rows of each expert [E] -> their total, for which the host waits. Called only if
-            some choices are not kept and `each` is None.
+        count: returns the sum of the experts' numbers of rows [E], for which the host waits. Called
+            only if `kept` is given and `each` is None.
     """
     tokens, k = experts.shape
     # Choices that are not kept get the number of one more expert, so they sort last.
@@ -110,7 +110,9 @@ def summed(rows: Tensor, of: Rows) -> Tensor:
 
 
 class Dispatcher(Protocol):
-    """Moves the tokens of one pass to the experts and back. Below, n is any width.
+    """Moves the tokens of one pass to the experts and back.
+
+    Below, n is any width, e counts this rank's experts, and R the rows that they compute.
 
     The gradient of `dispatch` is a `combine`, and the gradient of `combine` a `dispatch`.
 
@@ -146,10 +148,11 @@ class AllGatherDispatcher:
 
     Args:
         routing: the experts and weights of this rank's tokens.
-        edge: gathers the tokens in its forward, and sums the outputs in its backward.
-        shares: the ranks that have different tokens.
+        edge: its forward gathers the tokens of all ranks, its backward sums the experts' outputs.
+        shares: the axis of the ranks whose tokens are gathered.
         own: the indices of this rank's experts among all experts of the layer.
-        each: rows of each expert from each rank's tokens, where shapes are fixed; else None.
+        each: the fixed number of rows that one rank's tokens have at each expert, padding included;
+            None if the number varies.
     """
 
     keeps_rows = False
@@ -215,7 +218,8 @@ class AllToAllDispatcher:
         axis: the ranks that hold all num_experts experts. Ranks with slices of the same experts
             are adjacent.
         slices: number of ranks that an expert is split over.
-        each: rows of each expert from each rank's tokens, where shapes are fixed; else None.
+        each: the fixed number of rows that one rank's tokens have at each expert, padding included;
+            None if the number varies.
     """
 
     keeps_rows = True
@@ -280,7 +284,7 @@ class AllToAllDispatcher:
         return _by_choice(returned, self._rows).view(*self._shape, -1)
 
     def _sent(self, rows: Tensor) -> Pending:
-        """Send the rows [S, n] of this rank's tokens, and return the rows [R, n] of its experts."""
+        """Send the S rows [S, n] of this rank's tokens; return the R rows [R, n] of its experts."""
         if self._slices > 1:
             # One copy for each rank with a slice of the experts.
             blocks = torch.split(rows, self._blocks)

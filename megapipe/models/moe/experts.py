@@ -36,7 +36,7 @@ def _grouped(x: Tensor, width: int, how: Products) -> bool:
 
     Args:
         x: rows [R, in].
-        width: the width of the result's rows, or of the other factor's.
+        width: number of columns of the result.
         how: the kind of product.
     """
     fits = how is PLAIN and x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
@@ -124,7 +124,7 @@ class _How(NamedTuple):
         first: True on one of the ranks that split each expert; it adds fc2's bias.
         activation: fc1's output [R, 2f or f] -> [R, f].
         swiglu: True if the activation is SwiGLU without a clamp, which has a fused kernel.
-        on_input: True to weigh the input of fc1, and neither the input of fc2 nor its bias.
+        on_input: True if a row's weight multiplies fc1's input, False if fc2's input and bias.
         one, two: the products of fc1 and of fc2.
     """
 
@@ -137,7 +137,7 @@ class _How(NamedTuple):
     two: Products
 
     def between(self, first: Tensor, weights: Tensor) -> Tensor:
-        """Return the input of fc2 [R, f]: activation(first), x the row's weight unless `on_input`.
+        """Return the input of fc2 [R, f]: activation(first), times `weights` unless `on_input`.
 
         Args:
             first: fc1's output, [R, 2f or f]. weights: [R], of the rows' choices.
@@ -153,7 +153,7 @@ class _How(NamedTuple):
         return (rows * weights[:, None]).to(rows.dtype) if self.on_input else rows
 
     def of_bias(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return `rows` of fc2's bias or its gradient [R, h], x `weights` [R] unless `on_input`."""
+        """Return rows [R, h] of fc2's bias or its gradient, times `weights` unless `on_input`."""
         return rows if self.on_input else rows * weights[:, None]
 
 

@@ -285,13 +285,13 @@ class Router(nn.Module):
     def _load_of_slices(
         self, kind: str, sums: Tensor, counts: Tensor, stream: Stream
     ) -> tuple[Callable[[], Tensor], Tensor | None]:
-        """Return the load of a microbatch that is cut in slices, for one balancing loss.
+        """Record one slice of a microbatch for one balancing loss.
 
         Args:
             kind: the loss, a key of `LOGGED`.
             sums, counts: [rows, E], this slice's sums of scores and numbers of choices.
-        Returns: (load, total). load() returns the counts of all slices, once the last one has run;
-            total is the sum of all slices' scores, None if this is not the last slice.
+        Returns: (load, total). After the last slice, load() returns the counts of all slices. total
+            is the sum of all slices' scores at the last slice, None at an earlier one.
         """
         name = (self.layer, kind)
         prefix = stream.prefix
@@ -347,7 +347,7 @@ class Router(nn.Module):
     def _counted(self, experts: Tensor, kept: Tensor | None, most: int | None) -> Tensor:
         """Return the number of rows [E] that each expert computes, for `experts` [T, k].
 
-        most: the capacity, or None. It is that number with --moe-pad-expert-input-to-capacity.
+        With --moe-pad-expert-input-to-capacity each expert computes `most` rows, the capacity.
         """
         config = self.config
         if most is not None and config.moe_pad_expert_input_to_capacity:
