@@ -50,7 +50,8 @@ def moved_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         module: the `__name__` of the module.
-        names: {former name: MODULE:NAME below megapipe}, such as {"Seams": "training.hooks:Hooks"}.
+        names: {former name: MODULE:NAME below megapipe}, such as
+            {"Point": "schedule.views.study:Comparison"}.
     """
 
     def find(name: str) -> Any:
