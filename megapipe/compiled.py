@@ -17,14 +17,14 @@ from tempfile import TemporaryDirectory
 
 
 def compiled(name: str, sources: Sequence[Path], flags: Sequence[str]) -> ctypes.CDLL | None:
-    """Return the library of these C files, compiled or kept from an earlier process.
+    """Return the library of these C files. Compile it if no earlier process has.
 
     Args:
-        name: begins the name of the library's file.
+        name: the library's file is NAME-DIGEST.so in the user's cache folder.
         sources: the .c files and the headers that they include.
         flags: the flags of the compiler.
-    Returns: None if there is no compiler ($CC, or cc) that takes the flags, or no folder to keep
-        the library in.
+    Returns: None if the library cannot be made: the compiler ($CC, or cc) is missing or fails, or
+        the cache folder cannot be written.
     """
     compiler = which(os.environ.get("CC") or "cc")
     kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megapipe"

@@ -91,10 +91,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def lines(flags: Flags) -> Iterator[str]:
-    """Yield the lines of a sample of the documents. The sample depends on the files alone.
+    """Yield the lines of a random sample of the documents. Equal files give an equal sample.
 
-    Most documents are drawn as a whole. A document of more than a quarter of the sample would be
-    most of it, or be missing. Its lines are drawn one by one.
+    A document is drawn as a whole, or not at all. A document larger than a quarter of the sample is
+    an exception: its lines are drawn one by one.
     """
     wanted = flags.sample_mb * 1e6
     share = wanted / max(text_bytes(flags.input), 1)

@@ -53,10 +53,10 @@ class _Results:
 
     Attributes:
         text: lines of the summary.
-        numbers: the rows of the summary as JSON.
+        numbers: a JSON object for each rank of each pipeline: its row of the summary.
         events: the events of the merged file.
-        panels: (tracks, placement) of each panel of the figure. The placement of stages on ranks
-            gives the passes their colours.
+        panels: (tracks, placement) of each panel of the figure. The placement says which of its
+            rank's stages a pass belongs to, and so its colour.
         captions: a text for each panel.
     """
 
@@ -164,7 +164,7 @@ def _caption(number: int, schedule: Schedule, worst: RankSummary) -> str:
 
 
 def _one_step(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[Track]:
-    """Return the tracks of the step of median length, in ms from the first pass of any rank.
+    """Return the tracks of the step of median duration, with times in ms from its first pass.
 
     A rank's measured tracks are followed by its predicted ones.
 

@@ -50,8 +50,8 @@ class Config:
     """Everything that a run is made of.
 
     Each field of model, batch, optimizer, precision and data is annotated with a `Resume`. It says
-    how --load treats another value than the checkpoint's. Layout, schedule, files and logs may
-    always differ.
+    what --load does if the checkpoint was saved with another value, such as refuse it. Layout,
+    schedule, files and logs may always differ.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -73,7 +73,7 @@ class Config:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """The sections that describe the run itself, without the flags of how it is started."""
+        """The sections from `model` to `log`, which describe the run. `check` is not one of them."""
         return (
             self.model,
             self.parallel,
@@ -98,17 +98,20 @@ class Config:
 
     @property
     def expert_replicas(self) -> int:
-        """Number of ranks with equal experts, whose gradients are summed."""
+        """Number of ranks with equal experts, whose gradients are summed.
+
+        World size / (expert x expert tensor x pipeline parallel size).
+        """
         par = self.parallel
         copy = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
         return max(self.world_size // copy, 1)
 
     @property
     def equal_states(self) -> int:
-        """Number of ranks with equal weights and optimizer state; 1 if each rank has its own.
+        """Number of ranks with equal weights and equal optimizer state; 1 if no two ranks agree.
 
-        Data parallelism keeps them equal, unless ranks have shards of the state. Experts are equal
-        on fewer ranks.
+        Without experts it is `weight_replicas`, or 1 if ranks have shards of the state. With
+        experts it is at most `expert_replicas`, as the experts of these ranks must be equal, too.
         """
         par = self.parallel
         if par.splits_optimizer and self.weight_replicas > 1:
@@ -119,7 +122,7 @@ class Config:
 
     @property
     def copies_state(self) -> bool:
-        """Return whether ranks keep their state in memory that outlives them."""
+        """Return whether ranks copy their state to memory that survives a restart of the ranks."""
         trains = not (self.optimizer.freeze_all_layers or self.data.skip_train)
         return self.checkpoint.non_persistent_ckpt_type == "local" and trains
 
@@ -144,14 +147,16 @@ class Config:
     def gathers_later(self) -> bool:
         """Return whether updated weights are gathered at the beginning of the next step.
 
-        In eight bits they always are, because scales of earlier steps are known only then.
+        Otherwise they are gathered right after the update. Weights in eight bits always wait for
+        the next step, because the scales of earlier steps are known only then.
         """
         return self.parallel.overlap_param_gather or self.gathers_fp8
 
     def settled(self, model: ModelConfig) -> Config:
-        """Return the configuration with this model, without flags that have no effect on it.
+        """Return this configuration with `model`, and turn off its flags that have no effect here.
 
-        So the model's flags alone decide which kinds of layers are built.
+        An example is --fp8-param-gather on a single data-parallel rank. The flags of the result's
+        model alone decide which kinds of layers are built.
 
         Args:
             model: the configuration of the model, or of one of its layers.

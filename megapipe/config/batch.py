@@ -90,9 +90,9 @@ class BatchSizes:
         """Return the sizes that the flags give.
 
         Args:
-            data_parallel_size: the number of replicas. Without --global-batch-size each of them has
-                one microbatch.
-        Raises: ConfigError if the flags give none.
+            data_parallel_size: the number of replicas. If no flag gives a batch size, a batch has
+                one microbatch for each replica.
+        Raises: ConfigError if flags of the batch size contradict each other or cannot be read.
         """
         final = batch.global_batch_size
         if batch.rampup_batch_size:
@@ -159,8 +159,9 @@ class BatchSizes:
     def _rest(self, consumed: int) -> Iterator[tuple[int | None, int]]:
         """Yield (samples consumed at which a size ends, the size) from `consumed` samples on.
 
-        The last size has None for its end. A step can pass over a size. That size is yielded
-        too, but ends before it begins, and so has no step.
+        The last size has None for its end. A step can pass over a size. For `steps` ((0, 64), (100,
+        80), (110, 96)), the second step is from sample 64 to 128. (110, 80) is yielded all the
+        same, and the caller gives it no step.
         """
         for (_, size), (stop, _) in pairwise(self.steps):
             if stop > consumed:
@@ -171,8 +172,9 @@ class BatchSizes:
 def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]]:
     """Yield (samples consumed so far, batch size from there on), by --rampup-batch-size.
 
-    This is the rule of Megatron-LM until 2025. The size grows from START by INCREMENT, in equal
-    parts of SAMPLES, to --global-batch-size.
+    This is the rule of Megatron-LM until 2025. The size grows from START by INCREMENT to
+    --global-batch-size, at equal distances over SAMPLES samples. For 16 16 300 and
+    --global-batch-size 64, the pairs are (0, 16), (100, 32), (200, 48), (300, 64).
 
     Args:
         given: (START, INCREMENT, SAMPLES).
@@ -211,11 +213,12 @@ def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]
 def _steps(text: str, seq_length: int | None) -> Iterator[tuple[int, int]]:
     """Yield (samples consumed so far, batch size from there on), by `TOKENS:SIZE ...`.
 
-    A suffix K, M, B or T counts in thousands, millions, billions or trillions.
+    A suffix K, M, B or T counts in thousands, millions, billions or trillions. With 1000 tokens per
+    sequence, `0:16 2M:320` yields (0, 16), (2000, 320).
 
     Args:
         text: the value of --step-batch-size-schedule.
-        seq_length: tokens per sequence; None counts sequences of one token.
+        seq_length: tokens per sequence, by which TOKENS are divided; None divides by 1.
     Raises: ConfigError if the text cannot be read.
     """
     pairs = []

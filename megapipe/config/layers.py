@@ -64,8 +64,8 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
     """Return the configuration that a layer is built from.
 
     Args:
-        layer: its number in the whole model, from 0. Depths of multi-token prediction count on
-            after the last layer, and are built like it.
+        layer: its index in the whole model, from 0. An index of num_layers or more is a depth of
+            multi-token prediction, and gives the configuration of the last layer.
 
     Raises: ConfigError with every problem of the overrides.
     """
@@ -90,9 +90,10 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
 # Asked for every layer, in checks, plan and model.
 @lru_cache(maxsize=8)
 def parse_overrides(text: str, num_layers: int) -> Overrides:
-    """Return the fields that --per-layer-overrides changes, by the number of the layer.
+    """Return, for each layer's index, {field: value} as --per-layer-overrides gives them.
 
-    Where two entries name a layer, the fields of the later one win.
+    The entry "0-3,7": {"ffn_hidden_size": 512} is for layers 0 to 3 and 7. If several entries list
+    a layer, the last one with a field gives its value.
 
     Args:
         text: the flag's value, or the content of its file.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def notes_of(cls: type, kind: type[T]) -> dict[str, tuple[T, ...]]:
-    """Return {field: its notes of one kind} for the fields of a dataclass that have any.
+    """Return {field: its notes of class `kind`}, without fields that have no such note.
 
     A note is an object in the annotation of a field, such as a Range.
 
@@ -162,8 +162,8 @@ class Idle:
 
     Attributes:
         where: takes a Config, and returns whether the flag has no effect in it.
-        text: what happens instead, with the condition at its end. Of several notes of a field
-            the first that applies is printed.
+        text: what happens instead, and when, such as "nothing is dropped, without --num-experts".
+            If several notes of a field apply, only the first one's text is printed.
     """
 
     where: Callable[[Any], bool]
@@ -191,7 +191,8 @@ def needs(fields: str, instead: str, *values: object, least: int | None = None) 
     Args:
         fields: the other flags' fields, separated by spaces. One of them is enough.
         instead: what happens without them.
-        values: the other flag must have one of these values.
+        values: the other flag must have one of these values. Without `values` and `least`, any
+            value that Python counts as true is enough.
         least: the other flag must have at least this value.
     """
 
@@ -226,8 +227,8 @@ class Refused:
     Attributes:
         text: the sentence with its remedy. The first {} is the flag as typed, the second the other.
         where: takes a Config, and returns whether the flag is refused in it.
-        others: fields of flags that exclude this flag, each on its own. If there are none, `where`
-            decides alone.
+        others: fields of other flags. If there are any, the flag is refused only if it is given
+            together with one of them, and `where` holds.
     """
 
     text: str
@@ -247,7 +248,7 @@ def excludes(
         others: the other flags' fields, separated by spaces.
         why: the reason; its {} are the two flags as typed.
         remedy: a sentence after the reason.
-        where: takes a Config, and restricts the refusal to those for which it returns True.
+        where: takes a Config. The flags are refused only if it returns True. Default: always.
     """
     return Refused(f"{why}. {remedy}", where, tuple(others.split()))
 
@@ -257,7 +258,8 @@ def demands(fields: str, *values: object, says: str = "", least: int | None = No
 
     Args:
         fields: the other flags' fields, separated by spaces. One of them is enough.
-        values: the other flag must have one of these values.
+        values: the other flag must have one of these values. Without `values` and `least`, any
+            value that Python counts as true is enough.
         says: the whole sentence; empty makes one from the flags' names.
         least: the other flag must have at least this value.
     """
@@ -268,7 +270,7 @@ def demands(fields: str, *values: object, says: str = "", least: int | None = No
 
 
 def typed(name: str, value: object) -> str:
-    """Return a flag with its value, as on a command line."""
+    """Return a flag with its value, such as --lr 0.1; for True, the flag alone."""
     if value is True:
         return name
     # A field of type float has 1 as 1.0, which nobody has typed.

@@ -55,7 +55,7 @@ def words(kind: Any) -> str:
     """Return the name of a type, as it stands in a sentence.
 
     Args:
-        kind: the type, such as `int | None`.
+        kind: the type. `int | None` gives "an integer", a Literal its values.
     """
     inner = get_args(kind)
     if get_origin(kind) is Literal:

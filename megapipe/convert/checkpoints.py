@@ -49,7 +49,7 @@ class Converted:
         folder: the folder of the new checkpoint, or of the new Hugging Face model.
         config: flags of the model, its data and its precision, for a run that loads it.
         notes: a line for the user about each setting that means something else on the other side.
-        vocab_size: rows of the embedding without padding; for Megatron-LM's, with padding.
+        vocab_size: rows of the embedding. They include padding if the other side is Megatron-LM.
         steps: steps of the optimizer, None without its state.
         dtype: type of the weights that were written, to which they may have been rounded.
     """
@@ -194,12 +194,13 @@ def export_checkpoint(
         folder: iter_NNNNNNN.
         target: a new or empty folder.
         vocab_size: ids without padding. Default: from config.json, or the training's tokenizer.
-        companion: a Hugging Face folder whose config.json and tokenizer are used. Default: the one
-            that an import left. Without one, config.json is made from the checkpoint.
+        companion: a Hugging Face folder whose config.json and tokenizer are used. Default: the copy
+            that `import_checkpoint` left next to `folder`. If there is none, config.json is made
+            from the checkpoint.
         dtype: type of the weights. Default: as in the checkpoint.
         progress: is called with (done, total) before every tensor and at the end.
 
-    Raises: CheckpointError for damage, a model that no family can express, or a config.json of
+    Raises: CheckpointError for damage, a model that no model_type can express, or a config.json of
         another model.
     """
     config = exportable(folder, target)

@@ -15,9 +15,10 @@ from megapipe.errors import CheckpointError
 
 
 def copy_others(source: Path, target: Path) -> None:
-    """Copy tokenizer and generation settings, small text files, from `source` to `target`.
+    """Copy the files of the tokenizer and of the generation settings to `target`.
 
-    config.json and the index of the weights are left out.
+    These are all .json, .txt, .model and .jinja files in `source` but config.json and the index of
+    the weights.
     """
     target.mkdir(parents=True, exist_ok=True)
     # A conversion writes weights and config.json itself.

@@ -93,12 +93,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def flags_of_run(files: Mapping[str, Path], theirs: Sequence[str]) -> list[str]:
-    """Return the flags of the training: the quickstart's, its files, then the user's, which win.
+    """Return the flags of the training: the quickstart's own, `files`, then the user's, which win.
 
     Without --load the training loads from its --save, and so continues an earlier one.
 
     Args:
-        files: the file of each flag that names one, by the flag.
+        files: flag -> the path that the quickstart gives it, such as --save -> its checkpoints.
         theirs: the user's flags.
     """
     ours = [word for flag, path in files.items() for word in (flag, str(path))]

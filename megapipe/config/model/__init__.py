@@ -69,5 +69,8 @@ class ModelConfig(
 
     @property
     def expert_ffn(self) -> int:
-        """Width of an expert: channels between its two layers. With a gate, of each half."""
+        """Width of an expert: number of channels between its two linear layers.
+
+        With a gate, gate and up have this width each.
+        """
         return self.moe_ffn_hidden_size or self.ffn

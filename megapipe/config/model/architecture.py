@@ -206,7 +206,10 @@ class ArchitectureConfig(ActivationConfig):
 
     @property
     def ffn(self) -> int:
-        """Width of the MLP: channels between its two layers. With a gate, of each half."""
+        """Width of the MLP: number of channels between its two linear layers.
+
+        With a gate, gate and up have this width each.
+        """
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.swiglu:
@@ -271,7 +274,7 @@ class ArchitectureConfig(ActivationConfig):
         return not self.untie_embeddings_and_output_weights
 
     def padded_vocab(self, vocab_size: int) -> int:
-        """Return the rows of the word embedding, with padding.
+        """Return the number of rows of the word embedding, padding included.
 
         Args:
             vocab_size: the number of ids of the tokenizer.

@@ -38,7 +38,10 @@ class DeltaConfig:
 
     @property
     def has_delta(self) -> bool:
-        """Return whether any layer has a gated delta net; of a layer's own, whether it has one."""
+        """Return whether any layer has a gated delta net.
+
+        In a single layer's configuration, from `layer_config`: whether this layer has one.
+        """
         return self.experimental_attention_variant is not None
 
     def has_delta_in(self, layer: int) -> bool:
@@ -54,7 +57,10 @@ class DeltaConfig:
         return frequency[layer] == 1
 
     def delta_settings(self, layers: int) -> dict[str, Any]:
-        """Return the fields of this class in one spelling; none if no layer has a gated delta net.
+        """Return the fields of this class by name; {} if no layer has a gated delta net.
+
+        Equal models give equal dicts: the variant is always gated_delta_net, never gdn, and the
+        frequency always a list of 0 and 1.
 
         Args:
             layers: number of layers of the model.
@@ -74,13 +80,14 @@ class DeltaConfig:
 
     @property
     def delta_mixed(self) -> int:
-        """Return the number of channels of all its queries, keys and values together."""
+        """Return the number of channels of a gated delta net's queries, keys and values together."""
         return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.delta_values
 
     @property
     def delta_rows(self) -> int:
-        """Return the number of rows of its projection from the hidden state.
+        """Return the number of rows of a gated delta net's projection from the hidden state.
 
-        They make queries, keys and values, the gates of the output, and two gates of each state.
+        The rows make queries, keys and values, the gates of the output, and two gates for each
+        value head.
         """
         return self.delta_mixed + self.delta_values + 2 * self.linear_num_value_heads

@@ -197,7 +197,10 @@ class MoEConfig:
 
     @property
     def group_scores(self) -> int:
-        """The number of highest scores whose sum rates a group of experts; 0 without groups."""
+        """Number of a group's best experts whose scores add up to the group's score.
+
+        0 if experts are not chosen by groups.
+        """
         if not self.moe_router_group_topk:
             return 0
         return (
@@ -206,7 +209,10 @@ class MoEConfig:
 
     @property
     def balancing(self) -> dict[str, float]:
-        """The coefficient of each load-balancing loss, by Megatron-LM's name, if it is above 0."""
+        """The coefficient of each load-balancing loss by name, such as seq_aux_loss.
+
+        Losses with the coefficient 0 are left out.
+        """
         # Not strict: a check reports lists of unequal length, and asks for this property meanwhile.
         kinds = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
         return {kind: weight for kind, weight in kinds if weight and kind.endswith("aux_loss")}
@@ -232,8 +238,8 @@ DEEPEST = 50
 def layer_frequency(text: str) -> int | list[int]:
     """Return the value of --moe-layer-freq: an integer, or a list with a 0 or 1 for each layer.
 
-    An integer n puts experts into every n-th layer. The list may be an expression of lists, sums
-    and products in Python's syntax. It is never executed.
+    An integer n puts experts into every n-th layer. The list may be written with sums and products,
+    as in Python: [0] * 2 + [1] * 3 is [0, 0, 1, 1, 1]. The text is never executed.
 
     Raises: ValueError for anything else.
     """
@@ -269,7 +275,7 @@ def frequency_of(text: str) -> int | tuple[int, ...]:
 
 
 def _sum(words: list[str]) -> int | list[int]:
-    """Parse a sum of lists, or one value, at the front of `words`, and remove its words."""
+    """Parse one value, or lists with + between, such as [0] * 2 + [1]. Remove its words."""
     total = _product(words)
     while words and words[-1] == "+":
         words.pop()
@@ -281,7 +287,7 @@ def _sum(words: list[str]) -> int | list[int]:
 
 
 def _product(words: list[str]) -> int | list[int]:
-    """Parse a list times integers, or one value, at the front of `words`, and remove its words."""
+    """Parse one value, or a list and integers with * between, such as [1] * 3. Remove its words."""
     total = _value(words)
     while words and words[-1] == "*":
         words.pop()
@@ -298,7 +304,7 @@ def _product(words: list[str]) -> int | list[int]:
 
 
 def _value(words: list[str]) -> int | list[int]:
-    """Parse an integer, list or parentheses at the front of `words`, and remove its words."""
+    """Parse one value: an integer, a list, or an expression in parentheses. Remove its words."""
     word = words.pop() if words else ""
     if word == "(":
         inside = _sum(words)

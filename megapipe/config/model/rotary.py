@@ -26,7 +26,7 @@ LONGROPE_ALONE = of_no_layer(
 class LongRopeConfig:
     """The settings of longrope (Ding et al. 2024), which divides each rotary frequency by a number.
 
-    All layers have the same ones.
+    All layers have the same numbers.
     """
 
     longrope_short_factor: Annotated[tuple[float, ...], MUST, LONGROPE_ALONE] = ()

@@ -14,7 +14,7 @@ expert, the router of experts, and the output head."""
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Variants of the residual stream that some families have, and of a layer. Default: none."""
+    """Variants of some model families: of residual stream, layers and biases. Default: none."""
 
     mup_embedding_mult: Annotated[float, ABOVE_0, MUST] = 1.0
     """Factor on the embeddings. Unlike in Megatron-LM it acts without --use-mup."""

@@ -39,7 +39,7 @@ def shares_grads(config: Any) -> bool:
 
 
 def _no_groups(config: Any) -> bool:
-    """Return whether the schedule does not run microbatches in groups, as interleaved does."""
+    """Return whether the schedule has no groups of microbatches; the interleaved one has them."""
     par = config.parallel
     # Two stands for several stages on a rank; `usual` asks for no more than that.
     chunks = 2 if par.chunks or par.pipeline_model_parallel_layout else None
@@ -176,8 +176,8 @@ class PipelineConfig:
     def chunks(self) -> int | None:
         """The value of the flag that gives a rank several stages; None without such a flag.
 
-        It counts layers, for --num-layers-per-virtual-pipeline-stage, or stages, for
-        --num-virtual-stages-per-pipeline-rank.
+        With --num-layers-per-virtual-pipeline-stage it is the number of layers of a stage. With
+        --num-virtual-stages-per-pipeline-rank it is the number of stages of a rank.
         """
         return (
             self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
@@ -185,8 +185,8 @@ class PipelineConfig:
 
     @property
     def cuts_at_documents(self) -> bool:
-        """Return whether slices of a microbatch end at the nearest ends of documents.
+        """Return whether each cut between slices moves to the nearest end of a document.
 
-        A slice is a part of each sequence.
+        A slice is a range of tokens of each sequence of a microbatch, with passes of its own.
         """
         return self.pipeline_slice_cuts == "documents"

@@ -46,7 +46,7 @@ class RanksConfig:
 
     @property
     def hides(self) -> bool:
-        """Return whether layers have collectives that a pass run at the same time can hide."""
+        """Return whether layers have collectives, which can be hidden by the compute of a pass."""
         dense = self.tensor_model_parallel_size * self.context_parallel_size
         return dense * self.expert_model_parallel_size > 1
 
@@ -64,6 +64,10 @@ class RanksConfig:
 
     @property
     def least_ranks(self) -> int:
-        """The smallest number of ranks that holds whole replicas and whole sets of experts."""
+        """The smallest possible number of ranks; every possible number is a multiple.
+
+        It is the least common multiple of tensor x context x pipeline (one replica) and expert x
+        expert tensor x pipeline (one set of experts).
+        """
         experts = self.expert_model_parallel_size * self.etp
         return lcm(self.ranks_of_a_replica, experts * self.pipeline_model_parallel_size)

@@ -40,9 +40,10 @@ def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConf
     """Check that every tensor of a Hugging Face folder is used once and has the expected shape.
 
     Args:
-        table: a rule for every tensor of megapipe. The rule's `split` gives the expected shapes.
+        table: for every tensor of megapipe, the names of the Hugging Face tensors that it is made
+            from. `split` gives their expected shapes.
         saved: the tensors of the Hugging Face folder.
-        model: the configuration that its config.json means.
+        model: the configuration read from the folder's config.json.
     Raises: CheckpointError with every tensor that is missing, left over or of another shape.
     """
     used = {key for rule in table for key in rule.theirs}
