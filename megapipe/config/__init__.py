@@ -73,7 +73,7 @@ class Config:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """The sections from `model` to `log`, which describe the run. `check` is not one of them."""
+        """The sections from `model` to `log`, which describe the run, and thus not `check`."""
         return (
             self.model,
             self.parallel,

@@ -80,7 +80,7 @@ class DeltaConfig:
 
     @property
     def delta_mixed(self) -> int:
-        """Return the number of channels of a gated delta net's queries, keys and values together."""
+        """Return the number of channels of all queries, keys and values of a gated delta net."""
         return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.delta_values
 
     @property
