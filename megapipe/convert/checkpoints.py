@@ -195,8 +195,7 @@ def export_checkpoint(
         target: a new or empty folder.
         vocab_size: ids without padding. Default: from config.json, or the training's tokenizer.
         companion: a Hugging Face folder whose config.json and tokenizer are used. Default: the copy
-            that `import_checkpoint` left next to `folder`. If there is none, config.json is made
-            from the checkpoint.
+            that an import left next to `folder`, or else a config.json made from the checkpoint.
         dtype: type of the weights. Default: as in the checkpoint.
         progress: is called with (done, total) before every tensor and at the end.
 

@@ -223,7 +223,7 @@ def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Ax
 
 
 def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
-    """Build the model without tensor parallelism, with parameters still to be filled.
+    """Build the model without tensor parallelism. The caller fills its parameters.
 
     Matrix products are not in FP8.
 

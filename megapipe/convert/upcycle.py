@@ -35,8 +35,11 @@ def dense_model(config: Config) -> ModelConfig:
 
 
 def refuse_upcycling(folder: Path, config: Config) -> None:
-    """Check that a checkpoint is the expected dense model's.
+    """Refuse a checkpoint that is not of the dense model from which the run begins.
 
+    Args:
+        folder: iter_NNNNNNN.
+        config: configuration of the run that begins, with experts.
     Raises: CheckpointError if it is not.
     """
     saved = saved_config(folder)

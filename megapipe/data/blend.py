@@ -42,10 +42,11 @@ class BlendedDataset:
 
 
 def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Return (prefixes, normalised weights) of a --data-path list: weight prefix ...
+    """Return (prefixes, normalised weights) of the words of --data-path.
 
-    In a list of odd length, or without a number in the place of any weight, all items are prefixes.
-    The weights are then None. Megatron's `get_blend_from_list` decides in the same way.
+    The words 1 a 3 b give (["a", "b"], [0.25, 0.75]). The words a b are prefixes without weights,
+    and give (["a", "b"], None). An odd number of words is a list of prefixes, too. Megatron's
+    `get_blend_from_list` decides in the same way.
 
     Args:
         data_path: the words of the list.
@@ -136,7 +137,8 @@ def blend_indices(
 
     Sample i comes from the dataset with the largest weight * max(i, 1) - taken, the first one of
     equals. `taken` is the number of samples that the dataset has given before. A dataset that has
-    given its limit is left out; with sizes as weights, every sample therefore comes exactly once.
+    given its limit is left out. If `weights` are equal to `limits`, and `size` to their sum, every
+    sample therefore comes exactly once.
 
     Args:
         weights: one per dataset, not all 0; they are normalised here.
@@ -209,7 +211,8 @@ def _deal_in_segments(
     first. After a few samples the error of the guess has therefore disappeared.
 
     The guess is checked afterwards. The first segment starts with nothing given, and each other one
-    must start as its predecessor ended. Segments that do not are filled again from there.
+    must start as its predecessor ended. A segment that starts otherwise is filled again, from its
+    predecessor's end.
 
     Args:
         w, choice, index, limits: as in `_deal_one_by_one`.
@@ -293,7 +296,7 @@ def _about(w: NDArray[np.float64], at: NDArray[np.int64]) -> NDArray[np.float64]
 
     Args:
         w: [datasets] normalised weights.
-        at: [segments] number of that sample, one for each segment.
+        at: [segments] index of the sample, one for each segment.
     Returns: [segments, datasets].
     """
     share = at[:, None] * w

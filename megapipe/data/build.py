@@ -68,8 +68,8 @@ def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
 def open_parts(config: Config, tokenizer: Tokenizer) -> list[Part | None]:
     """Open the sources of train, validation and test, without the slow ordering of samples.
 
-    Returns: for each of the three, a Part: (sources with their sequences, blend, samples wanted).
-        It is None if the run does not read the part.
+    Returns: for each of the three, a Part: (list of (source, ids of its sequences), blend, number
+        of samples wanted). It is None if the run does not read the part.
     Raises: DataError with every file that is missing, damaged or of another tokenizer, and for a
         part without tokens.
     """
@@ -115,7 +115,8 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
     """Return how many samples of train, validation and test the run reads.
 
     Validation is read once per evaluation and once at the end, test once at the end. Without
-    --eval-interval neither is read. With --skip-train each of the two is read once, and no train.
+    --eval-interval neither is read. With --skip-train, validation and test are each read once, and
+    train is not read.
     """
     data = config.data
     train = config.train_samples
@@ -133,7 +134,8 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
 def reads(config: Config, data: Datasets) -> str:
     """Return a text on the data that the run reads from its first step to its last.
 
-    It has one line per part and source.
+    A line for each part gives its samples. After it, a line for each source of the part gives the
+    documents, tokens and epochs.
     """
     lines = []
     seq = config.batch.sequence
@@ -202,9 +204,9 @@ def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
 
 
 def _split_for(source: TokenSource, counts: Sequence[int], used: Sequence[int]) -> str:
-    """Return proportions for --split close to `counts` by which every used part has tokens.
+    """Return a value for --split, close to `counts`, that gives tokens to every used part.
 
-    If that is impossible, parts without tokens get 0.
+    If there is no such value, it is `counts` itself, or 1,0,0 if train has no sequences.
 
     Args:
         source: the tokens to split.

@@ -43,7 +43,10 @@ Item = NDArray[np.int64] | Mapping[str, NDArray[Any]]
 
 
 class TokenDataset(Protocol):
-    """A dataset that the loader can read. Inputs and labels are cut from the same s + 1 tokens."""
+    """A dataset that the loader can read.
+
+    An item has s + 1 tokens. The first s are the inputs, the last s the labels.
+    """
 
     def __len__(self) -> int: ...
 
@@ -127,9 +130,10 @@ def _shuffle(values: NDArray[Any], cut: int, random: np.random.RandomState) -> N
 
 
 def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> NDArray[Any]:
-    """Return [samples + 1, 2]: the document of each sample's first token, and its offset there.
+    """Return [samples + 1, 2]: for each sample's first token, its document and offset there.
 
-    Sample j begins at token j * seq_length of all documents back to back.
+    A document is given by its position in `lengths`. Sample j begins at token j * seq_length of all
+    documents back to back.
 
     Args:
         lengths: [documents] tokens of each document in reading order.

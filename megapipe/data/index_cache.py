@@ -45,7 +45,8 @@ def cached(
 
     Args:
         folder: cache folder; None to compute without a cache.
-        key: everything the arrays depend on; also stored in the entry, a folder, as key.json.
+        key: everything the arrays depend on. The arrays have a folder for each key, with the key in
+            key.json.
         build: computes the arrays.
     Raises: DataError for a folder that cannot be written or an entry that cannot be read.
     """

@@ -65,8 +65,8 @@ class IndexedDataset:
         prefix: the path without .bin or .idx.
         dtype: type of the tokens.
         lengths: [S] int32, tokens of each sequence.
-        documents: [D] int64 for D - 1 documents: the number of sequences before each of them, and
-            S.
+        documents: [D] int64, the first sequence of each of D - 1 documents, then S: [0, 2, 3] for
+            documents of two sequences and one.
         tokens: every token of the file.
 
     Raises: DataError for a pair that is missing, damaged, empty or does not hold token ids.
@@ -248,7 +248,7 @@ def _check_index(
         idx, bin: the paths of the two files.
         lengths: [S] tokens of each sequence.
         pointers: [S] byte offset of each sequence in .bin.
-        documents: [D] first sequence of each of D - 1 documents, and S.
+        documents: [D] first sequence of each of D - 1 documents, then S, such as [0, 2, 3].
         itemsize: bytes per token.
     Raises: DataError with the first entry that is wrong.
     """

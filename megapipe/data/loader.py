@@ -47,12 +47,13 @@ class Batch:
     def ahead(self, depth: int, *, weighs: bool = False, ends: int | None = None) -> Batch:
         """Return the microbatch of one depth of multi-token prediction, shifted left by `depth`.
 
-        Everything is filled up with zeros at the end (DeepSeek-V3, section 2.2).
+        All fields but `more` are shifted, with zeros at the end (DeepSeek-V3, section 2.2).
 
         Args:
             depth: number of tokens to shift; 0 returns this microbatch.
-            weighs: scale the loss mask to the sum of this one's. A loss that is divided by the
-                number of tokens of the step then weighs as much as the main model's loss.
+            weighs: scale the shifted loss mask, so that it has the same sum as the loss mask of
+                this microbatch. A loss that is divided by the number of tokens of the step then
+                weighs as much as the main model's loss.
             ends: end-of-document id. A label is masked if a document ends between it and its input.
         """
         if not depth:
@@ -184,8 +185,9 @@ def make_batch(
 class SampleOrder:
     """The order in which one data-parallel rank reads samples; equal to Megatron's two samplers.
 
-    With kind "single", samples are read in order: of each b x dp samples, rank r reads the r-th b.
-    The samples of a global batch thus depend neither on b nor on dp.
+    With kind "single", samples are read in order. For b = 2 and dp = 2, rank 0 reads 0 and 1, then
+    4 and 5. Rank 1 reads 2 and 3, then 6 and 7. The samples of a global batch thus depend neither
+    on b nor on dp.
 
     With kind "cyclic", each epoch has its own random permutation, seeded with the epoch's number. A
     remainder smaller than b x dp is dropped.

@@ -27,7 +27,7 @@ class Blend:
     """The .bin/.idx pairs of a blend. `ask` calls a function with one of their prefixes.
 
     Attributes:
-        said: the flag that gave the blend, or "FILE:" for one that stands in a file.
+        said: the name of the blend in messages: its flag, or the file that lists it.
         prefixes: paths without .bin or .idx.
         weights: normalised weights; None to read each sample once.
     """
@@ -37,7 +37,7 @@ class Blend:
     weights: list[float] | None
 
     def ask(self, question: Callable[[str], Any], prefix: str) -> Any:
-        """Return question(prefix), with errors that name the flag of this blend.
+        """Return question(prefix). Its errors name this blend's flag in place of --data-path.
 
         Args:
             question: a function whose errors name --data-path.
@@ -67,7 +67,7 @@ def in_a_file(data: DataConfig) -> str | None:
 
 
 def is_named(data: DataConfig) -> bool:
-    """Return whether the flags name data files; a program with its own dataset needs none."""
+    """Return whether the flags name data files. A program with its own dataset may lack them."""
     has_paths = data.data_path or data.train_data_path or in_a_file(data)
     return not data.mock_data and bool(has_paths)
 

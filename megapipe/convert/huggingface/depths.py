@@ -46,7 +46,10 @@ def depths_in(names: Collection[str], layers: int) -> int:
 
 
 def copies(model: ModelConfig) -> dict[str, str]:
-    """Return the tensors that depths repeat in a Hugging Face folder: name -> original's name."""
+    """Return {name of a copy: name of its original} for the tensors of a Hugging Face folder.
+
+    There, each depth of multi-token prediction has copies of embedding and head.
+    """
     found: dict[str, str] = {}
     for n in range(model.layers, model.layers + model.depths):
         for copy, original in _COPIES.items():

@@ -16,9 +16,10 @@ _SPARSE = "sparse"
 
 
 def settled(fields: Fields) -> Fields:
-    """Return fields of ModelConfig, with the fields of experts made consistent.
+    """Return `fields` with the fields of experts in the form that ModelConfig has.
 
-    A model without any layer of experts gets no such fields.
+    The list moe_layer_freq becomes a text, such as "1" if all layers have experts. If none has, all
+    fields of experts are left out.
 
     Args:
         fields: fields as the keys of a config.json give them. moe_layer_freq, if given, is a list
@@ -72,8 +73,8 @@ class MlpTypes(Meaning):
 
     Attributes:
         dense: name of another key, which counts the dense layers at the beginning. It is read if
-            the list is missing. None if the family has no such key; without a list the first layer
-            is then dense.
+            the list is missing. None: the family has no such key, and if the list is missing, only
+            the first layer is dense.
     """
 
     dense: str | None = None
@@ -209,7 +210,8 @@ class Renormalised(Meaning):
 class Chosen(Same):
     """A config.json key with the number of experts of a token.
 
-    The family always divides the weights of these experts by their sum, so that 1 is refused.
+    The family always divides the weights of these experts by their sum. A single expert would
+    always get the weight 1, so one expert is refused.
     """
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
@@ -220,7 +222,7 @@ class Chosen(Same):
 
 @dataclass(frozen=True)
 class ExpertGroups(Meaning):
-    """The config.json key n_group, the number of groups of experts, and of two more keys.
+    """The config.json key n_group, the number of groups of experts, with two related keys.
 
     topk_group is the number of groups whose experts a token may use. topk_method may turn groups
     off.

@@ -45,7 +45,7 @@ IGNORED = frozenset(_IGNORED.split())
 
 @dataclass(frozen=True)
 class Family:
-    """The table of one model_type of Hugging Face.
+    """A table that converts one model_type of Hugging Face: its config.json and its tensors.
 
     `read` turns a config.json into fields of ModelConfig, and `write` does the inverse. `filled`
     and `unknown` prepare and check a config.json for `read`. `but` makes the table of a similar
@@ -61,7 +61,8 @@ class Family:
         always: fields of ModelConfig that all models of the family have. A key may set them, too.
         names: megapipe's module or tensor -> a Layout with Hugging Face's names and an operation.
         layer: what precedes Hugging Face's names within a layer.
-        published: each count of layers after which transformers expects multi-token prediction.
+        published: numbers of layers, such as (61,), of the models whose multi-token prediction
+            transformers knows.
         computed_as: the model_type whose code computes this family, if it has none of its own.
         aliases: another name of a key -> the key, as transformers reads them.
         defaults: each key that the table knows -> the value that transformers assumes without it.

@@ -34,9 +34,9 @@ _PROPERTIES = {
 
 
 def value_of(model: ModelConfig, field: str) -> Any:
-    """Return the value of a field of ModelConfig; of a derived one, the value in use.
+    """Return the value that a model uses for a field of ModelConfig.
 
-    Derived fields are None in ModelConfig unless they are set.
+    A field such as ffn_hidden_size may be None. Its value then follows from other fields.
     """
     return getattr(model, _PROPERTIES.get(field, field))
 
@@ -79,7 +79,8 @@ class Meaning(ABC):
 
         Args:
             key: the key's name.
-            content: the keys that `write` has returned, of the whole config.json.
+            content: the config.json so far, with the keys that `write` of all meanings has
+                returned.
         """
         return {}
 
@@ -208,12 +209,14 @@ _ALL = {*ATTENTION, *MLP}
 
 @dataclass(frozen=True)
 class Biases(Meaning):
-    """A config.json key that says whether some matrices have a bias, and further such keys.
+    """A config.json key that says whether some matrices have a bias.
+
+    A family may have several such keys, each for other matrices.
 
     Attributes:
         default: the value that transformers assumes in this family for a missing key.
         matrices: names of these matrices, as in `ModelConfig.has_bias`.
-        others: further keys -> (default, matrices), which set biases too.
+        others: each other such key of the family -> (default, matrices).
     """
 
     default: bool

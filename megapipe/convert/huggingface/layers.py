@@ -22,7 +22,7 @@ def spread(layers: Sequence[Mapping[str, Any]]) -> Fields:
     """Return the fields of one ModelConfig for layers with different fields.
 
     A field gets the value that most layers have; among equally frequent values, the last layer's.
-    Other layers are listed in per_layer_overrides. Equal models thus give the same text.
+    Layers with other values are listed in per_layer_overrides, in one fixed form.
 
     Args:
         layers: for each layer, name -> value of its fields. All layers have the same names.
@@ -56,9 +56,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """Return an equal model, the same one for all ways to write its per_layer_overrides.
+    """Return an equal model, with the differences of its layers written in one fixed form.
 
-    Two models can then be compared field by field.
+    Models that differ only in how per_layer_overrides is written give the same result. Two models
+    can then be compared field by field.
     """
     # A factor of 1 does nothing, and None is none.
     if model.moe_router_topk_scaling_factor == 1.0:
@@ -126,11 +127,11 @@ class SwitchedWindow(Meaning):
     Attributes:
         default: the window that transformers assumes in this family for a missing key, in tokens.
         first: the value that transformers assumes there for a missing max_window_layers.
-        typed: layer_types lists the layers with a window. If the list is missing, layers from
+        typed: True: layer_types lists the layers with a window. If the list is missing, layers from
             max_window_layers on have one. False: all layers have one.
-        stated: layer_types must be given.
-        switch: the family has the key use_sliding_window. Otherwise there is a window unless the
-            window's own key is null.
+        stated: whether layer_types must be given if there is a window.
+        switch: whether the family has the key use_sliding_window. If not, there is a window unless
+            its own key is null.
     """
 
     default: int | None = 4096
@@ -181,7 +182,8 @@ class LayerWindow(Meaning):
         default: the window that transformers assumes in this family for a missing key, in tokens.
         missing: returns each layer's kind if layer_types is missing, given the whole config.json.
         more: further keys that `missing` reads, with their defaults.
-        plain: if any layer has a window, layers without one do not rotate queries and keys.
+        plain: True: if the model has a window, its layers without one do not rotate queries and
+            keys.
     """
 
     default: int | None
@@ -215,9 +217,10 @@ class LayerWindow(Meaning):
 
 
 class DeltaLayers(Meaning):
-    """The meaning of layer_types with linear_attention for each layer with a gated delta net.
+    """The key layer_types, with linear_attention for each layer with a gated delta net.
 
-    Without the list, every layer has one but each n-th, with n as full_attention_interval.
+    If the list is missing, each n-th layer has full attention, and all others have a gated delta
+    net. The key full_attention_interval gives n.
     """
 
     def keys(self, key: str) -> Fields:
@@ -245,7 +248,9 @@ class DeltaLayers(Meaning):
 
 
 def _frequency(which: Sequence[int]) -> str:
-    """Return the value of --linear-attention-freq for a list of 0 and 1, as a number if one fits.
+    """Return the value of --linear-attention-freq for a list: [1, 1, 0, 1, 1, 0] gives "3".
+
+    Other lists give the list as text.
 
     Args:
         which: 1 for each layer with a gated delta net.
@@ -296,14 +301,15 @@ def by_pattern(content: Json) -> list[str]:
 def windows(
     kinds: Sequence[Any], width: int | None, layers: int, problems: list[str]
 ) -> list[Fields]:
-    """Return {"window_size": its value or None} for each layer, by the layer's kind.
+    """Return {"window_size": value} for each layer; the value is None for a layer without a window.
 
     Args:
         kinds: the list layer_types. Entries after the last layer are of depths of multi-token
             prediction, and are left out.
         width: the window in tokens, the query's own included; None for no window in any layer.
         layers: the number of layers.
-        problems: receives a text for each kind that is neither full nor sliding, and for too few.
+        problems: receives a text for each kind that is neither full nor sliding, and for too short
+            a list.
     """
     others = {str(kind) for kind in kinds if kind not in (FULL, SLIDING)}
     for kind in sorted(others):

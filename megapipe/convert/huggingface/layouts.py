@@ -92,7 +92,10 @@ class ExpertHalves(Layout):
 
 
 class OfNorms(Layout):
-    """A tensor with one of two names: the first if parallel attention and MLP have two norms."""
+    """A tensor with one of the two names in `names`, depending on the model.
+
+    It has the first if attention and MLP are parallel, each with its own norm; else the second.
+    """
 
     def parts(self, model: ModelConfig) -> list[str]:
         return [self.names[model.parallel_attention_mlp != "two_norms"]]
@@ -134,8 +137,8 @@ class Rows(Layout):
 class GatedRows(Rows):
     """Queries with gates, keys and values: three tensors of Hugging Face's.
 
-    Its first one has a head's query, then the head's gate. Here the queries of a group precede its
-    gates.
+    Hugging Face's first tensor has a query and its gate for each head in turn. megapipe's one
+    tensor has, for each query group: all queries, all gates, the key, the value.
     """
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
@@ -159,9 +162,11 @@ class GatedRows(Rows):
 class KeyHeads(Layout):
     """The rows of a gated delta net's projection, by key head: several tensors of Hugging Face's.
 
-    Each of them has, for one matrix after the other, the rows of all key heads. `matrices` is
-    called with a layer's configuration, and returns the number of rows of each matrix, in a list
-    for each tensor.
+    Each of them has one or several matrices, one after the other, each with the rows of all key
+    heads. megapipe's one tensor has, for each key head, the head's rows of all these matrices.
+
+    `matrices` is called with a layer's configuration. For each of the tensors it returns a list:
+    the number of rows of each matrix.
     """
 
     def __init__(
@@ -194,7 +199,10 @@ class KeyHeads(Layout):
 
 
 class Taps(KeyHeads):
-    """The taps of a gated delta net's convolution: [channels, 1, taps] -> [heads, ., taps]."""
+    """The taps of a gated delta net's convolution, by key head.
+
+    [channels, 1, taps] -> [key heads, channels / key heads, taps].
+    """
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         taps = super().join([parts[0][:, 0]], model)
@@ -212,7 +220,7 @@ def _rows(model: ModelConfig) -> list[int]:
 
 
 class TurnedRows(Rows):
-    """Queries, keys and values of GPT-2's c_attn, kept transposed as [in, q and k and v]."""
+    """Queries, keys and values of GPT-2's c_attn, which is kept transposed, as [h, 3h]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         return super().join([parts[0].t()], model)

@@ -67,7 +67,7 @@ class LongRope(Rotation):
 
 
 def _longrope_growth(factor: float, original: int) -> float:
-    """Return longrope's usual factor on the length of queries and keys.
+    """Return longrope's default for attention_factor, which multiplies queries and keys.
 
     Args:
         factor: how many times longer the context has become.

@@ -51,8 +51,8 @@ class Rotation(Meaning):
         base: the base that transformers assumes in this family for a missing key.
         share: the share of a head's channels that transformers rotates if no key gives it. None:
             this family has no such key, and only 1 can be converted.
-        base_key: the older key for the base.
-        share_key: the older key for the share.
+        base_key: the key for the base in older files, outside of rope_parameters.
+        share_key: the key for the share in older files, outside of rope_parameters.
         missing: the rope_parameters that transformers assumes if no key gives them.
         grows: whether the family's class reads llama_4_scaling_beta, the growth of queries.
     """
@@ -242,7 +242,10 @@ class LayerRotation(Rotation):
 
 @dataclass(frozen=True)
 class RotaryDim(Rotation):
-    """The config.json key rope_parameters with a number of rotated channels, rotary_dim."""
+    """The config.json key rope_parameters, with the key rotary_dim next to it.
+
+    rotary_dim is the number of a head's rotated channels. Other families give the share of a head.
+    """
 
     def keys(self, key: str) -> Fields:
         return super().keys(key) | {"rotary_dim": None}

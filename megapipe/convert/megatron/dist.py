@@ -33,7 +33,7 @@ _STACKED = re.compile(r"(decoder\.layers\.)(\D.+)")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a stored tensor, or a stored object, and the place of its bytes. `read` returns it.
+    """The place of a stored object, or of a part of a stored tensor. `read` reads it.
 
     Attributes:
         offsets: the part's first index in each dimension of the tensor; () for an object.
@@ -63,15 +63,15 @@ class Chunk:
 class DistributedTensors:
     """The tensors that the .metadata of a checkpoint's folder lists under their keys.
 
-    `shapes` and `read` take megapipe's names, and `box` takes keys. `row` returns the optimizer's
-    state of a model chunk where it is stored as flat vectors.
+    `shapes` and `read` take megapipe's names. `box` reads a part of the tensor under a key. `row`
+    returns the optimizer's state of a model chunk where it is stored as flat vectors.
 
-    `common` is the data other than tensors. `pieces` is 1: no tensor is one rank's slice.
+    `common` is the data other than tensors. `pieces` returns 1, as tensors are not split by rank.
 
     Attributes:
         folder: the folder.
         sizes: key -> the stored shape of the tensor.
-        objects: key without the shard's number -> a stored object other than a tensor.
+        objects: key without /shard_... at its end -> a stored object other than a tensor.
         places: (kind, megapipe's name) -> (key, layer). The kind is exp_avg, exp_avg_sq, master for
             float32 main parameters, or "" for weights. All layers may share a key: the layer is
             then an index in the tensor's first dimension. Otherwise it is None.
@@ -259,7 +259,7 @@ class DistributedTensors:
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a box in a part of a tensor.
+    """Return the slices that select a box of the whole tensor from one part of it.
 
     Args:
         low, high: the box's first index, and the index after its last one, in the whole tensor.

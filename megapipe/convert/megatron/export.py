@@ -40,8 +40,9 @@ class Export:
         saved: its tensors.
         content: the content of its state.json.
         steps: steps of the optimizer; None if the optimizer's state is not exported.
-        fused: whether the state is for Transformer Engine's or Apex's Adam. They keep the number of
-            steps in their groups and refuse a number for each parameter, which torch's Adam needs.
+        fused: whether the state is for Transformer Engine's or Apex's Adam. These need the number
+            of steps in param_groups, and fail if parameters have it. For torch's Adam, each
+            parameter must have it.
     """
 
     config: Config

@@ -56,7 +56,7 @@ class LegacyTensors:
         ep: number of expert-parallel ranks.
         etp: number of ranks that share an expert, 1 or `tp`.
         chunks: rank -> its model chunks, each a dict from megapipe's name to this rank's slice.
-        copies: names of weights that a later stage repeats with other values than the first stage.
+        copies: names of weights that two stages have, such as a tied head, with unequal values.
 
     Raises: CheckpointError if a file is missing or is not of Megatron-LM's GPT.
     """
@@ -131,7 +131,7 @@ class LegacyTensors:
             yield chunk
 
     def _collect(self) -> None:
-        """Gather all ranks' slices by kind and name; add weights that differ to `copies`."""
+        """Gather all ranks' slices by kind and name. `copies` gets weights with unequal copies."""
         experts: dict[tuple[str, str, int], dict[tuple[int, int], Tensor]] = {}
         seen: set[tuple[int, int]] = set()
         for rank in self.chunks:
@@ -184,7 +184,7 @@ class LegacyTensors:
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the first tensor-parallel rank's slices, by megapipe's name.
 
-        For experts, the first dimension counts the experts. `read` checks the other ranks.
+        A tensor of experts has all experts of its layer as first dimension. `read` checks the rest.
 
         Args:
             kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
@@ -198,7 +198,7 @@ class LegacyTensors:
         return found
 
     def pieces(self, name: str) -> int:
-        """Return how many ranks a tensor of this name is split over, if it is split at all."""
+        """Return over how many ranks this tensor is split, if its layout has a split dimension."""
         return self.etp if is_experts(name) else self.tp
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:

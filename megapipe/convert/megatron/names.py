@@ -119,8 +119,8 @@ def common_name(name: str) -> str:
 def in_layer(name: str, model: ModelConfig) -> tuple[int, str] | None:
     """Return (layer's number, name within the layer) of a tensor.
 
-    A depth of multi-token prediction has a layer, too. It counts as the model's last layer, because
-    it is of the same kind.
+    A depth of multi-token prediction has one layer, of the same kind as the model's last layer. It
+    gets the last layer's number.
 
     Args:
         name: megapipe's name of the tensor.
@@ -181,7 +181,8 @@ def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
 def fused_name(name: str, sparse: bool, latent: bool) -> str:
     """Return a parameter's name in one of Transformer Engine's layers.
 
-    A norm that is followed by a single linear layer is a part of this layer there.
+    There, a norm is a part of the linear layer that follows it, if there is only one. For example,
+    input_layernorm.weight becomes self_attention.linear_qkv.layer_norm_weight.
 
     Args:
         name: megapipe's name within the layer.

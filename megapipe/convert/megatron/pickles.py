@@ -19,9 +19,9 @@ from megapipe.errors import CheckpointError
 
 
 class Named:
-    """A stand-in for an object of a pickle, with the data that its class would have received.
+    """A stand-in for an object in a pickle: the data from which its class would build it.
 
-    The type of each stand-in is a subclass with the name of the class, or function, in the pickle.
+    For each class or function in the pickle, there is a subclass of Named with its name.
 
     `fields` is the state by attribute's name.
 

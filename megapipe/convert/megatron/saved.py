@@ -43,7 +43,7 @@ class Source(Protocol):
 
     Attributes:
         folder: the checkpoint's folder.
-        copies: names of weights that a later stage repeats with other values than the first stage.
+        copies: names of weights that two stages have, such as a tied head, with unequal values.
         common: data other than tensors, by Megatron-LM's names.
     """
 
@@ -179,9 +179,9 @@ class SavedRun:
         return CheckpointError(f"{self.source.folder}{reason}{_WEIGHTS_ALONE}")
 
     def _objects(self) -> list[str]:
-        """Return the keys of stored objects, other than tensors, of a `torch_dist` optimizer.
+        """Return the keys of the optimizer under which objects other than tensors are stored.
 
-        There are none in the format `torch`.
+        Only the format `torch_dist` has them.
         """
         objects = getattr(self.source, "objects", {})
         return [key for key in objects if key.startswith("optimizer.")]

@@ -294,8 +294,8 @@ def _layer_extras(
     Args:
         layer: its number, which decides whether it has experts.
         start: the start of the keys.
-        part: (layer's number, number of layers) if all layers share their keys. These numbers then
-            distinguish the layers. None if each layer has keys of its own.
+        part: (layer's index, number of layers) if the keys do not name the layer. They then end in
+            shard_INDEX_NUMBER. None if each layer has keys of its own, which end in shard_0_1.
     """
     sparse = model.has_experts_in(layer)
     modules = [*_EXTRA]

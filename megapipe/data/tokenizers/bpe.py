@@ -61,7 +61,7 @@ class BPETokenizer:
         self.vocab_size: int = last + 1
 
     def library(self) -> tokenizers.Tokenizer:
-        """Return a copy of the library's tokenizer that gives the ids of `encode` by default."""
+        """Return a copy of the library's tokenizer that gives the ids of `encode` by itself."""
         content = json.loads(self._library.to_str())
         if not self._specials:
             content["post_processor"] = None
@@ -146,7 +146,7 @@ def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETok
 def _end_of_text(folder: Path, library: tokenizers.Tokenizer, flag: str) -> int:
     """Return the id of the eos_token in the settings of a folder.
 
-    Without such a setting, it is the id of a token with a common name for it.
+    Without such a setting, it is the id of the token <|endoftext|>, or else of </s>.
 
     Args:
         folder: the Hugging Face folder.

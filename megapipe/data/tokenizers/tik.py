@@ -26,7 +26,8 @@ _NAMED = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 class TikTokenizer:
     """A tokenizer of the library tiktoken.
 
-    The first num_special ids are special tokens. The byte strings of the file follow by rank.
+    The first num_special ids are special tokens. The byte strings of the file follow in the order
+    of their ranks.
 
     `encode` returns the ids of a text, `decode` the text of ids.
 

@@ -185,6 +185,8 @@ def tokenizer_files(data: TokenizerConfig) -> list[str]:
 def assumed_vocab_size(data: TokenizerConfig) -> int:
     """Return a vocabulary size for a plan that is made without the tokenizer's files.
 
+    It is --vocab-size, or else the size of a usual tokenizer of this kind: 50257 for GPT-2.
+
     Args:
         data: the flags of the tokenizer.
     """

@@ -18,13 +18,16 @@ def _mixed(model: ModelConfig) -> list[int]:
 
 
 def _apart(model: ModelConfig) -> list[list[int]]:
-    """Return the rows of each matrix in Qwen3.5's four tensors."""
+    """Return, for each of Qwen3.5's four tensors, the number of rows of each matrix in it."""
     heads = [model.linear_num_value_heads]
     return [_mixed(model), [model.delta_values], heads, heads]
 
 
 def _fused(model: ModelConfig) -> list[list[int]]:
-    """Return the rows of each matrix in Qwen3-Next's two tensors, which are by key head, too."""
+    """Return, for each of Qwen3-Next's two tensors, a list with the number of its rows.
+
+    The rows are in the order of key heads already, so each tensor counts as one matrix.
+    """
     return [[sum(_mixed(model)) + model.delta_values], [2 * model.linear_num_value_heads]]
 
 

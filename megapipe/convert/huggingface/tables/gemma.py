@@ -27,7 +27,7 @@ _TANH = Only("gelu_pytorch_tanh", "gelu")
 
 
 class _ScaledWidth(Meaning):
-    """The config.json key hidden_size, whose root is the factor on the embeddings."""
+    """The config.json key hidden_size. Its square root is the factor on the embeddings."""
 
     def keys(self, key: str) -> Fields:
         return {key: NEEDED}
