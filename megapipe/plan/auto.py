@@ -39,8 +39,8 @@ class Judge:
         pieces: the work of embedding, each layer and head.
         limit: takes a split, and returns the bytes that the activations of each rank may take; None
             for no limit.
-        price: takes the costs of a split and returns the costs under which it is simulated. It
-            adds, for example, the communication that overlapped pairs hide.
+        price: changes the costs of a split before it is simulated. It adds, for example, the
+            communication that overlapped pairs hide.
     """
 
     schedule: Schedule
@@ -87,9 +87,10 @@ class Judge:
         return loads
 
     def of_depths(self) -> list[float]:
-        """Return, for each stage, the time that its rank spends on multi-token prediction depths.
+        """Return, for each stage, its part of the time of the prediction depths on its rank.
 
-        If the rank has several stages, the time is divided evenly among them.
+        A depth is one of multi-token prediction. A rank's time for depths is divided evenly among
+        its stages.
         """
         place = self.schedule.placement
         own = place.rank_of[: place.main]

@@ -22,8 +22,8 @@ def most_kept(config: Config, plan: Plan, memory: float | None) -> int:
     If a microbatch has more, they are computed again in backward.
 
     Args:
-        memory: bytes of memory of a rank's device. None if unknown: the number is then the one that
-            the plan has counted.
+        memory: bytes of memory of a rank's device. None if unknown: the result is then
+            KEPT_ELEMENTS, which the plan counts anyway.
     """
     model = config.model
     place = plan.schedule.placement

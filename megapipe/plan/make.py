@@ -60,8 +60,8 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
 
     Args:
         work: the work of embedding, layers and head.
-        recomputes: subtract the FLOPs that --num-microbatches-with-partial-activation-checkpoints
-            saves.
+        recomputes: let some microbatches recompute nothing, as
+            --num-microbatches-with-partial-activation-checkpoints asks. False ignores that flag.
         moves: offload or recompute activations that do not fit into --memory-limit-gib.
     Raises: ConfigError and ScheduleError like `make_plan`.
     """
@@ -142,7 +142,10 @@ def _without_passes(place: Placement) -> Schedule:
 
 
 def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
-    """Return the table before pairs, depths and vocabulary are added.
+    """Return the chain: the table with the passes of the main model's layers.
+
+    Later, overlapped pairs are chosen, and depths of multi-token prediction and a split vocabulary
+    are added.
 
     Args:
         recipe: says which order of passes to make.
@@ -158,7 +161,7 @@ def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
 
 
 def _as_searched(draft: Draft, place: Placement) -> Draft:
-    """Return the draft with the layers of each stage that a search assumed for this placement."""
+    """Return the draft with the layers of each stage fixed, as it splits them for a placement."""
     return replace(draft, counts=draft.plan(_without_passes(place)).counts)
 
 
@@ -171,7 +174,7 @@ def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Pl
     agree. If they never do, the last table keeps its own numbers.
 
     Args:
-        chain: the table before pairs, depths and vocabulary are added.
+        chain: the table as `_chain` returned it.
         make: takes a draft and returns its plan.
     """
     draft = _keeping(draft, chain)
@@ -212,11 +215,11 @@ def _keeping(draft: Draft, table: Schedule) -> Draft:
 
 
 def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
-    """Return the finished plan that has depths of multi-token prediction on the best ranks.
+    """Return the finished plan with the best choice of ranks for multi-token prediction depths.
 
     Args:
         recipe: says how the table is made.
-        chain: the table before pairs, depths and vocabulary are added.
+        chain: the table as `_chain` returned it.
     """
     # Each choice of ranks has a split of its own; the best is finished.
     choices = ranks_of_depths(draft.config, chain.placement)
@@ -231,8 +234,9 @@ def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe
     """Add pairs, depths and vocabulary to a table, and choose the split if the layout is `auto`.
 
     Args:
-        chain: the table before pairs, depths and vocabulary are added.
-    Returns: (the draft with the fastest split, the recipe as it was given, the plan).
+        recipe: says how the table is made; returned unchanged.
+        chain: the table as `_chain` returned it.
+    Returns: (the draft with the fastest split, `recipe`, the plan).
     """
     plan = draft.plan(_with_ends(recipe, chain, draft))
     par = draft.config.parallel
@@ -273,10 +277,12 @@ def _rank(plan: Plan, config: Config) -> tuple[bool, float]:
 
 
 def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
-    """Return the table with pairs, depths and a shared vocabulary, as far as the recipe has them.
+    """Return `chain` with the pairs, depths and vocabulary that the recipe asks for.
 
     Args:
-        chain: the table before pairs, depths and vocabulary are added.
+        recipe: says whether there are overlapped pairs, which ranks have a depth of multi-token
+            prediction, and whether the vocabulary is split over the ranks.
+        chain: the table as `_chain` returned it.
         draft: says what the stages of a table cost.
     """
     with _flags_named(draft.config):
@@ -363,7 +369,7 @@ def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
     Args:
         draft: says what the stages of a table cost.
         recipe: says how the table is made.
-        chain: the table before pairs, depths and vocabulary are added.
+        chain: the table as `_chain` returned it.
     """
     try:
         return _finished(draft, recipe, _with_ends(recipe, chain, draft))

@@ -43,14 +43,15 @@ class Part:
 
     Attributes:
         name: the key in `Plan.own`, and the field of the recipe if it has one.
-        of: returns what the part adds to a plan; None for nothing. Its other arguments are the
-            schedule before and after offload and sharding, each None if it does not exist yet.
+        of: returns what the part adds to a plan; None for nothing. Its second argument is the
+            schedule before offload and sharding, its third the finished one. Each is None if it
+            does not exist yet.
         check: raises ConfigError if flags ask for something that this table cannot have.
         check_made: raises NothingToDo if the finished table lacks the part.
         best: if the flags leave a choice open, returns the best plan; else None. Its second
             argument makes the plan of a configuration in which the choice is made.
-        chosen: returns the configuration in which flags state the choice that `best` made in a
-            plan.
+        chosen: returns the configuration with flags that ask for what `best` chose in a plan, its
+            second argument.
         without: returns the configuration without the flags of the part.
         refused: takes the recipe's error and returns one that names the flags.
     """

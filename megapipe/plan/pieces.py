@@ -58,16 +58,16 @@ class Pieces:
 
     Attributes:
         embedding, layers, head: the work of each piece. The head has the last norm and the loss.
-        kept: (the pieces without recomputation, for each stage the fraction of microbatches that do
-            not recompute); None if all microbatches recompute, or none.
+        kept: if only some microbatches recompute, (the pieces without recomputation, fractions),
+            with the fraction of microbatches that do not recompute for each stage; else None.
         overhead: time of every pass in addition to its work.
         shares: number of pipeline ranks over which embedding and head are split; 1 if they are on
             the stages at the ends of the model.
         depths: the work of each depth of multi-token prediction, with a head.
         hidden: bytes of a microbatch's hidden states: (of the tokens on one rank, of all tokens). A
             rank's part of a split vocabulary needs those for all tokens.
-        wide: bytes of a key's gradient, as a multiple of the bytes of a key. Slices add these
-            gradients in float32.
+        wide: bytes of a key's gradient divided by the bytes of a key, such as 2 for bf16. Slices
+            add these gradients in float32.
         modules: modules whose activations may be copied to the host; () for all.
     """
 
@@ -84,7 +84,7 @@ class Pieces:
 
     @cached_property
     def _sums(self) -> _Columns:
-        """The sums of each field over the first n layers, for n from 0 to the number of layers."""
+        """The sums of each field over the first n layers: value n of a column, from n = 0."""
         # A search judges thousands of splits: a stage's work is the difference of two sums.
         sums = []
         for name in _Columns._fields:
@@ -126,7 +126,7 @@ class Pieces:
 
     @cached_property
     def _depths_alone(self) -> tuple[Work, ...]:
-        """The work of each depth of prediction on its own rank, without a head that is split."""
+        """The work of each depth on its own rank: without the head if all ranks share the head."""
         if self.shares == 1:
             return self.depths
         head = self.head
@@ -194,8 +194,8 @@ class Pieces:
     def of_slices(self, costs: Costs, counts: Sequence[int]) -> Costs:
         """Return the costs of stages whose microbatches are cut into slices of the sequence.
 
-        Attention's fraction of each pass is added, as it differs between slices. So are the bytes
-        of keys and values, which later slices read.
+        Fields are added: attention's fraction of F and B, since attention differs between slices,
+        and the bytes of keys and values, which later slices read.
 
         Args:
             costs: the costs of the stages for microbatches that are not cut.
@@ -281,10 +281,11 @@ def pieces(
     """Return the work of each piece of a GPT. Layers may have overrides of their own.
 
     FLOPs are summed over tensor-parallel ranks, for the tokens of one context-parallel rank. A
-    multiplication and an addition count as two. Causal attention scores count by half, and the head
-    has the padded vocabulary (Narayanan et al. 2021, appendix). An input gradient costs as much as
-    the forward and the scores once more. A weight gradient costs as much as the projections (Qi et
-    al. 2023, table 1). Recomputation is added to the input gradient.
+    multiplication and an addition count as two. Half of the scores of causal attention count, and
+    the head has the padded vocabulary (Narayanan et al. 2021, appendix). An input gradient costs as
+    much as the forward, but twice as much for attention's products. A weight gradient costs as much
+    as the forward without these (Qi et al. 2023, table 1). Recomputation is added to the input
+    gradient.
 
     Bytes are counted on one rank: inputs of linear layers, norms and attention, and one byte for
     each element that dropout may zero. The source is Korthikanti et al. 2022, section 4.1, with

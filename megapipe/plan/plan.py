@@ -30,8 +30,8 @@ class OfPlan:
     (`stored`, `least`, `peak`), costs (`priced`) and lines for the user (`changes`, `summary`).
 
     Attributes:
-        holds: words for what the part adds to a rank's peak besides state and activations, for
-            errors.
+        holds: the name, in errors, of the memory that the part adds to a rank's peak, such as
+            "gathered weights and gradients"; "" for none.
     """
 
     holds = ""
@@ -188,8 +188,8 @@ class Plan:
     def shares(self) -> dict[str, tuple[int, ...]]:
         """The groups of pipeline ranks that hold equal weights: {name: ranks}.
 
-        `ends`: ranks whose stages use the same embedding or head. `twins`: (0, 1), the two ends of
-        DualPipe's mirrored copies.
+        `ends`: ranks whose stages use the same embedding or head. `twins`: (0, 1) under DualPipe.
+        It stands for all pairs of ranks r and p-1-r, which hold equal stages.
         """
         return sharing(self.schedule.placement, tied=self.tied)
 
@@ -214,7 +214,8 @@ class Plan:
         """Yield the summands of a stage's bytes between steps, over all tensor-parallel ranks.
 
         Args:
-            embeds: the stage's rank has the embedding of the same copy of the model.
+            embeds: the stage's rank also has the embedding. Of DualPipe's two copies of the model,
+                only the stage's own copy counts.
         """
         work = self.works[stage]
         span = self.spans[stage]
@@ -275,9 +276,10 @@ def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def stages_with_depths(place: Placement) -> tuple[int, ...]:
-    """Return, for each depth of multi-token prediction, the last other stage on its rank.
+    """Return, for each depth of multi-token prediction, the last main stage on its rank.
 
-    A layout string lists depths by these stages.
+    A layout string has a depth's letter m in this stage. If stages 0 to 3 are on ranks 0, 1, 0 and
+    1, a depth on rank 0 gives 2.
     """
     own = place.rank_of[: place.main]
     depths = place.rank_of[place.main : place.chain]
@@ -287,9 +289,10 @@ def stages_with_depths(place: Placement) -> tuple[int, ...]:
 
 
 def added_by_depths(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
-    """Return how often the depths of multi-token prediction add embedding and head to a rank.
+    """Return how many gradients and weights of embedding and head the depths add to a rank.
 
-    Each depth adds a gradient of both. It adds their weight if no other stage of the rank has it.
+    A depth of multi-token prediction uses the model's embedding and head. Each adds a gradient of
+    both. All together add one weight of each that no other stage of the rank has.
 
     Args:
         spans: the rank's stages in one copy of the model.

@@ -37,13 +37,14 @@ class Copies(OfPlan):
     costs, and `changes` reports the copies.
 
     Attributes:
-        flag: the flag that asks for copies. If no other flag does, it is --memory-limit-gib.
+        flag: the flag that asks for copies; --memory-limit-gib if the user gives no other.
         share: the fraction of each microbatch's bytes that may be copied. Keys and values of slices
             are always copied entirely.
         time: the time of a copy in one direction, as a fraction of a forward with its backward.
             None computes it from the bytes.
         chunks: copy only for the first `chunks` stages of each rank; None for all.
-        input: bytes of a forward's input, which stay on the device if the forward is recomputed.
+        input: bytes of the input of a stage's forward. A forward that is recomputed keeps only
+            this.
         modules: copy only activations of these modules, from --offload-modules; () for all.
     """
 
@@ -160,7 +161,7 @@ def host_bytes(plan: Plan) -> float:
 
 
 def _compared(before: Timeline, now: Timeline) -> str:
-    """Return text on both peaks in GiB, and on how much longer the copies make the step.
+    """Return text that compares two simulated steps: their peaks in GiB, and their times.
 
     Args:
         before: the simulated step without copies.
@@ -246,7 +247,7 @@ def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
 
     Args:
         table: the finished table.
-        recipe: how the table was made, with the activations that it was to copy.
+        recipe: the settings of the table. Its field `offload` says which activations to copy.
     Raises: NothingToDo, which says what to change.
     """
     asked = Copies.asked(config)

@@ -31,14 +31,14 @@ class Sharding(OfPlan):
     Attributes:
         weights: weights are sharded too, not only gradients.
         replicas: number of ranks among which dense weights are sharded.
-        same: number of ranks among which the weights of an expert are sharded.
+        expert_replicas: number of ranks among which the weights of an expert are sharded.
         link: FLOPs that a device computes while it receives a byte from a data-parallel rank. It
             gives the times of gathers, unless --pipeline-costs has them.
     """
 
     weights: bool
     replicas: int
-    same: int
+    expert_replicas: int
     link: float
 
     holds = "gathered weights and gradients"
@@ -50,7 +50,7 @@ class Sharding(OfPlan):
             whole: the bytes without sharding.
             experts: the parameter is an expert's, which is sharded among fewer ranks.
         """
-        ranks = self.same if experts else self.replicas
+        ranks = self.expert_replicas if experts else self.replicas
         weight = whole.weight
         if self.weights:
             weight /= ranks
@@ -70,7 +70,7 @@ class Sharding(OfPlan):
         sent = []
         for dense, experts in zip(own.dense, own.experts, strict=True):
             of_dense = dense / self.replicas * (self.replicas - 1)
-            sent.append(of_dense + experts / self.same * (self.same - 1))
+            sent.append(of_dense + experts / self.expert_replicas * (self.expert_replicas - 1))
         # --pipeline-costs may say what collectives take.
         if not (costs.a or costs.g):
             unit = self._time_of_a_byte(plan, costs, counted)
@@ -135,7 +135,7 @@ class Sharding(OfPlan):
 
 
 class _Own(NamedTuple):
-    """The parameters of each stage on one of its tensor-parallel ranks.
+    """The number of parameters of each stage on one of its tensor-parallel ranks.
 
     Lists are in the order of the stages.
 
@@ -143,7 +143,8 @@ class _Own(NamedTuple):
         dense: parameters outside experts.
         experts: parameters of experts.
         lighter: bytes that are saved if weights are gathered in eight bits.
-        borrows: number of the stage whose head reads the first stage's tied embedding; 0 for none.
+        borrows: index of the stage whose head uses the weight of the embedding, which is tied and
+            on the same rank; 0 for none.
     """
 
     dense: list[float]
@@ -194,7 +195,7 @@ def _of(config: Config, *_: Schedule | None) -> Sharding | None:
     return Sharding(
         weights=par.shards_weights,
         replicas=config.weight_replicas,
-        same=config.expert_replicas,
+        expert_replicas=config.expert_replicas,
         link=par.data_parallel_flops_per_byte,
     )
 

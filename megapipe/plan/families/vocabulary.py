@@ -15,7 +15,7 @@ def _best(config: Config, planned: Planner) -> Plan | None:
     """Return the faster of two plans: with the vocabulary split over all ranks, or not.
 
     Args:
-        planned: takes a configuration in which this choice is made and returns its plan.
+        planned: takes a configuration, here with or without the split, and returns its plan.
     Returns: None if the flags leave no choice.
     """
     par = config.parallel

@@ -59,7 +59,7 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
 
 
 def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
-    """Return {"held", "copied": bytes} that attention keeps for backward: fields of `Work`.
+    """Return the fields "held" and "copied" of attention's `Work` as {field: bytes}.
 
     `load` has a rank's tokens, and the ranks that split the layer.
     """
@@ -194,7 +194,7 @@ def _latent_work(model: ModelConfig, load: Load) -> Work:
 
 
 def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, Any]:
-    """Return {"held", "copied": bytes}: the fields of `Work` for multi-latent attention.
+    """Return the fields "held" and "copied" of multi-latent attention's `Work` as {field: bytes}.
 
     Args:
         load: a rank's tokens, and the ranks that split the layer.

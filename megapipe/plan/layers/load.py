@@ -37,11 +37,11 @@ class Load:
         seq: number of tokens in a whole sequence.
         tokens: number of the microbatch's tokens on this context-parallel rank.
         tp: number of tensor-parallel ranks.
-        shared: number of ranks that split the hidden states between linear layers; 1 without
-            sequence parallelism.
+        shared: number of ranks over which sequence parallelism splits the hidden states; 1 without
+            it.
         element: bytes of an element of an activation.
-        meets: attention is computed block by block, because keys arrive from context-parallel
-            ranks.
+        meets: keys arrive from other context-parallel ranks, so that attention is computed block by
+            block.
         ep: number of expert-parallel ranks.
         etp: number of ranks that split each expert.
         modules: names of modules whose activations may be copied to the host.
@@ -78,10 +78,10 @@ class Load:
     def sliced(
         self, scores: float, again: float, channels: int, window: int | None
     ) -> dict[str, Any]:
-        """Return {"scores_f", "scores_b", "keys": value}: the fields of `Work` for slices.
+        """Return the fields "scores_f", "scores_b" and "keys" of `Work` as {field: value}.
 
-        A slice is a part of a microbatch's sequences. Later slices attend to more tokens, so they
-        cost more.
+        They are for microbatches that are cut into slices of the sequence. Later slices attend to
+        more tokens, so they cost more.
 
         Args:
             scores: FLOPs of attention's products in forward.
@@ -100,7 +100,7 @@ class Load:
         }
 
     def saved(self, *parts: tuple[float, str]) -> dict[str, Any]:
-        """Return {"held", "copied": bytes} of activations kept until backward: fields of `Work`.
+        """Return the fields "held" and "copied" of `Work` as {field: bytes}, for kept activations.
 
         Args:
             parts: each is (bytes, names of the modules that save them, separated by spaces). "held"
@@ -115,10 +115,12 @@ class Load:
         """Return the bytes of activations on a rank.
 
         Args:
-            between: features per token between linear layers, which sequence parallelism splits.
-            inside: features per token within linear layers and heads, which tensor parallelism
-                splits.
-            masked: features between linear layers that also have a dropout mask of one byte each.
+            between: number of elements kept for a token outside of linear layers and heads, such as
+                a norm's input. Sequence parallelism splits them.
+            inside: number of elements kept for a token within linear layers and heads. Tensor
+                parallelism splits them.
+            masked: number of a token's elements with a dropout mask. Only the mask is counted here,
+                one byte each.
         """
         outside = (self.element * between + masked) / self.shared
         return self.tokens * (outside + self.element * inside / self.tp)
@@ -141,7 +143,7 @@ def around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
 
 
 def norms_of_half(model: ModelConfig) -> int:
-    """Return the number of norms around attention, and also around an MLP: 1 or 2."""
+    """Return the number of norms around attention: 1 or 2. An MLP has as many."""
     return model.has_pre_norm + model.has_post_norm
 
 

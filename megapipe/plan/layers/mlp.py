@@ -75,12 +75,12 @@ def _kept(model: ModelConfig) -> int:
 
 
 def _shares_norm(model: ModelConfig) -> bool:
-    """Return whether the MLP reads the output of attention's norm, which is counted there."""
+    """Return whether the MLP has no norm of its own, and reads the output of attention's norm."""
     return model.parallel_attention_mlp == "one_norm" and not model.no_attention
 
 
 def _norm_keeps_input(model: ModelConfig) -> bool:
-    """Return whether a norm before the MLP keeps its input, and attention's norm keeps another."""
+    """Return whether the norm before the MLP keeps an input that attention's norm does not keep."""
     follows = model.parallel_attention_mlp is None or model.no_attention
     return model.has_pre_norm and follows
 
@@ -91,7 +91,7 @@ def _norms(model: ModelConfig) -> int:
 
 
 def _keeps_normed(model: ModelConfig) -> bool:
-    """Return whether the input of an MLP is kept and attention does not keep the same tensor."""
+    """Return whether the MLP keeps its input: it is not recomputed, and not kept by attention."""
     again = model.has_pre_norm and model.recompute_norms
     return not again and not _shares_norm(model)
 
@@ -102,7 +102,7 @@ class _Rows(NamedTuple):
     Attributes:
         here: number of rows that this rank's experts compute.
         exchanged: whether rows come from other ranks by an all-to-all.
-        numbers: bytes of the tables that say where each row goes.
+        numbers: bytes of the int64 index tables that say where each row goes.
     """
 
     here: float

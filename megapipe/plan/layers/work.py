@@ -13,8 +13,9 @@ class Work:
     """The work and memory of one microbatch in a piece of the model.
 
     A piece is an embedding, a layer, a head, or a stage of these. The works of several pieces can
-    be added. `part` divides, `in_fp8` adds quantised weights, and `time` sums the passes. Bytes are
-    counted on one rank, FLOPs and parameters over all ranks that split the piece.
+    be added. `part` divides by a number of ranks, `in_fp8` adds quantised weights, and `time` sums
+    the passes. Bytes are counted on one rank, FLOPs and parameters over all ranks that split the
+    piece.
 
     Attributes:
         f: the forward, in FLOPs or any unit of time.
@@ -28,8 +29,10 @@ class Work:
         scores_f: the part of `f` that is attention to earlier tokens.
         scores_b: the same part of `b`.
         keys: bytes of keys and values.
-        kept_keys: bytes of the keys and values of slices that `held` does not count.
-        rounded: bytes of copies of weights in eight bits, in addition to the parameters.
+        kept_keys: bytes of keys and values that are kept in addition to `held`, if microbatches are
+            cut into slices.
+        rounded: bytes of the 8-bit copies of weights, less the bytes of gathered weights that they
+            replace.
         copied: the part of `held` that the modules in --offload-modules keep, and so may be
             offloaded.
         lighter: bytes by which gathered weights are smaller because they are in eight bits.
@@ -55,7 +58,7 @@ class Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def part(self, shares: int) -> Work:
-        """Return the work of one of `shares` equal parts of this embedding and head."""
+        """Return one rank's part of this work, an embedding and a head split over `shares` ranks."""
         return Work(
             self.f / shares,
             self.b / shares,
