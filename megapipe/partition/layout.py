@@ -35,7 +35,10 @@ def parse_layout(text: str) -> tuple[int, ...]:
 
 
 def depths_of(text: str) -> tuple[int, ...]:
-    """Return the stage of each multi-token prediction depth in a layout string, depth 1 first."""
+    """Return the stage of each multi-token prediction depth in a layout string, depth 1 first.
+
+    `Et|tm|tmL` gives (1, 2).
+    """
     found: list[int] = []
     for number, stage in enumerate(_stages(text)):
         found += [number] * stage.count("m")

@@ -80,7 +80,8 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
     `give` adds a result, `taken` and `take` return results for use, and `end` waits for passes.
 
     Attributes:
-        uses: {pass: how often its result will still be used}; 1 for a pass that is not in it.
+        uses: {pass: how often its result will still be used}. A result without an entry, such as a
+            received one, will be used once.
         running: passes on other streams that have begun and whose result no other pass uses.
     """
 

@@ -55,7 +55,7 @@ class OfPlan:
         return costs
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return, for each rank, bytes in addition to its state that running any stage needs."""
+        """Return, for each rank, the bytes beyond its state that it needs to run any one stage."""
         return [0.0] * plan.schedule.placement.num_ranks
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:

@@ -173,7 +173,7 @@ def dtype_of(name: str) -> torch.dtype | None:
     """Return torch.bfloat16 if a flag's value asks for it, else None.
 
     Args:
-        name: the value of --main-grads-dtype or --main-params-dtype. With None, buffers have their
-            usual type.
+        name: the value of --main-grads-dtype or --main-params-dtype. A result of None leaves the
+            buffers their usual type.
     """
     return torch.bfloat16 if name == "bf16" else None

@@ -66,7 +66,8 @@ class _Pipe(nn.Module):
             passes.
         batch_dim: the dimension of inputs, labels and outputs that is cut into microbatches.
         process_group: the group of the pipeline's ranks; by default all ranks of torch.distributed.
-        rank_mapping: for each rank of the group, its place in the pipeline; by default its number.
+        rank_mapping: for each rank of the group, its place in the pipeline; by default rank r has
+            place r.
     """
 
     _schedule: str

@@ -23,9 +23,9 @@ def microbatches_of(
     config: Any,
     documents: Callable[[int], Documents | None] | None = None,
 ) -> Callable[[], Microbatches]:
-    """Return a function that returns a new description of a stage's microbatches.
+    """Return a function that makes a new `Microbatches` for a stage.
 
-    They are cut into slices if the table has slices.
+    It makes `Slices`, a subclass, if the table cuts microbatches into slices.
 
     Args:
         table: the schedule.

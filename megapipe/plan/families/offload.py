@@ -57,7 +57,10 @@ class Copies(OfPlan):
 
     @classmethod
     def asked(cls, config: Config) -> Copies | None:
-        """Return the copies if flags ask for them by name, else None."""
+        """Return the copies if an offload flag asks for them, else None.
+
+        A memory limit, which may also lead to copies, is no such flag.
+        """
         par = config.parallel
         if not (par.fine_grained_activation_offloading or par.cpu_offload):
             return None

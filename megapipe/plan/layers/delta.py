@@ -60,7 +60,7 @@ def delta_flops(model: ModelConfig, length: int) -> float:
 
 
 def _solved(model: ModelConfig, length: int) -> float:
-    """Return the FLOPs for each token of solving a triangular system with two right-hand sides.
+    """Return, for each token, the FLOPs to solve a triangular system with two right-hand sides.
 
     `length` is the number of tokens of a sequence.
     """

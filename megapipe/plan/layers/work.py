@@ -58,7 +58,7 @@ class Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def part(self, shares: int) -> Work:
-        """Return one rank's part of this work, an embedding and a head split over `shares` ranks."""
+        """Return one rank's part of this work: an embedding and head split over `shares` ranks."""
         return Work(
             self.f / shares,
             self.b / shares,

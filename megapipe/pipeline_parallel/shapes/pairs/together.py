@@ -258,7 +258,7 @@ class Together:
 
 
 def _settings(device: torch.device) -> Callable[[], Any]:
-    """Return a function that returns a context, in which another thread has this thread's settings.
+    """Return a function for another thread: it makes a context with this thread's settings.
 
     The settings are grad mode, autocast, and the device's current stream.
     """
