@@ -229,6 +229,9 @@ def export_checkpoint(
     dtype = dtype or saved.dtypes[WORD_EMBEDDINGS]
     if companion is None:
         content = to_huggingface(model, vocab_size) | token_ids(config)
+        # Rows of padding get no gradient in transformers, and Youtu's class makes them zero. Left
+        # out, it would be the class's default.
+        content["pad_token_id"] = None
     content["vocab_size"] = vocab_size
     content["torch_dtype"] = str(dtype).removeprefix("torch.")
     # The newer name of torch_dtype; all versions of transformers read the older one.

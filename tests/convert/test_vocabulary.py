@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import tokenizers
-from random_models import saved, transformers
+import torch
+from random_models import FAMILIES, save, saved, transformers
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -154,3 +156,18 @@ def test_an_export_has_the_ids_that_end_a_text_for_model_and_generation(tmp_path
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "back" / name).read_text())["eos_token_id"] == 100
     assert transformers.GenerationConfig.from_pretrained(str(tmp_path / "back")).eos_token_id == 100
+
+
+def test_the_end_of_a_text_keeps_its_gradient_in_an_export(tmp_path):
+    """As the embedding's padding its row would have none in a training by transformers."""
+    config = FAMILIES["llama"](random.Random("llama0"))
+    config.tie_word_embeddings = False
+    save(config, tmp_path / "hf")
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "ours")
+    (tmp_path / "ours" / "huggingface").rename(tmp_path / "elsewhere")
+    export_checkpoint(done.folder, tmp_path / "back", vocab_size=101)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    tokens = torch.tensor([[7, 100, 8]])
+    model(tokens, labels=tokens).loss.backward()
+    assert model.get_input_embeddings().weight.grad[100].any()
+    assert transformers.GenerationConfig.from_pretrained(str(tmp_path / "back")).pad_token_id == 100

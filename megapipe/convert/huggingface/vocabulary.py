@@ -42,7 +42,7 @@ _SAMPLES = (
 
 
 def token_ids(config: Config) -> dict[str, int]:
-    """Return the ids of bos, eos and pad under their keys of config.json.
+    """Return the ids of bos, eos and pad under their keys of generation_config.json.
 
     Each is the tokenizer's end-of-document id. Returns {} if the tokenizer's files are missing.
     """

@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch import Tensor
 from megapipe.checks.run import flag_problems
 from megapipe.config import ModelConfig
 from megapipe.convert import SavedTensors, export_checkpoint, import_checkpoint
+from megapipe.convert.huggingface.depths import depths_in
 from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.distributed.layout import whole_name
 from megapipe.distributed.mesh import ProcessMesh
@@ -148,12 +150,17 @@ class Model:
         # Without the config.json of the import beside it.
         self.copy = self.folder / "alone" / done.folder.name
         shutil.copytree(done.folder, self.copy)
-        # What one process does is computed once. A router in float32 would round what it is given.
+        # A router in float32 would round what it is given.
         self.exact = self.model
         if self.model.moe_router_dtype:
             self.exact = replace(self.model, moe_router_dtype="fp64")
+
+    @cached_property
+    def whole(self) -> Evaluated:
+        """What one process does in two steps, for all layouts."""
         layout = layout_of("one", self.model, random.Random(0))
-        self.whole = self._run(train, self.exact, layout)[0]
+        found: Evaluated = self._run(train, self.exact, layout)[0]
+        return found
 
     def _run(self, body: Any, model: ModelConfig, layout: Layout, *more: Any) -> list[Any]:
         """Run a function of `ranks` on all ranks; more: its last arguments."""
@@ -220,11 +227,26 @@ class Model:
         others = [n for n in before.shapes if not torch.equal(before.read(n), after.read(n))]
         if others:
             yield f"{len(others)} tensors come back as others: {others[:3]}"
-        first = json.loads((self.folder / "hf" / "config.json").read_text())
+        first = _acting(json.loads((self.folder / "hf" / "config.json").read_text()), before)
         keys = FAMILIES[self.family].write(self.model)
         changed = [k for k in keys if k in first and not _alike(k, first, keys)]
         if changed:
             yield f"keys of config.json come back as others: {changed}"
+
+
+def _acting(content: dict[str, Any], tensors: SavedTensors) -> dict[str, Any]:
+    """Return a config.json without what it says and its model does not have.
+
+    transformers saves no tensors of depths of multi-token prediction, whatever their key says. It
+    counts no groups of experts where a token has the best of all.
+    """
+    found = dict(content)
+    if "num_nextn_predict_layers" in content:
+        depths = depths_in(tensors.shapes.keys(), content["num_hidden_layers"])
+        found["num_nextn_predict_layers"] = depths
+    if content.get("topk_method") == "greedy":
+        found |= {"n_group": 1, "topk_group": 1}
+    return found
 
 
 def _alike(key: str, first: dict[str, Any], again: dict[str, Any]) -> bool:
