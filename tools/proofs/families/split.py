@@ -51,6 +51,7 @@ from tools.proofs.families.ranks import (
     VOCAB,
     Evaluated,
     Layout,
+    Trained,
     batch,
     config_of,
     evaluate,
@@ -156,10 +157,10 @@ class Model:
             self.exact = replace(self.model, moe_router_dtype="fp64")
 
     @cached_property
-    def whole(self) -> Evaluated:
+    def whole(self) -> Trained:
         """What one process does in two steps, for all layouts."""
         layout = layout_of("one", self.model, random.Random(0))
-        found: Evaluated = self._run(train, self.exact, layout)[0]
+        found: Trained = self._run(train, self.exact, layout)[0]
         return found
 
     def _run(self, body: Any, model: ModelConfig, layout: Layout, *more: Any) -> list[Any]:
