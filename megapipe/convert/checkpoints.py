@@ -29,7 +29,7 @@ from megapipe.convert.huggingface.families import differing, from_huggingface, t
 from megapipe.convert.huggingface.mapping import Tensors, rules
 from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.convert.huggingface.towers import left_out, name_in, text_of
-from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
+from megapipe.convert.huggingface.vocabulary import model_ids, token_ids, write_tokenizer
 from megapipe.convert.mxfp4 import Mxfp4Tensors, is_mxfp4
 from megapipe.convert.sound import model_problems
 from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted, saved_dtype
@@ -228,10 +228,7 @@ def export_checkpoint(
     # The new config.json, and a rule for each tensor.
     dtype = dtype or saved.dtypes[WORD_EMBEDDINGS]
     if companion is None:
-        content = to_huggingface(model, vocab_size) | token_ids(config)
-        # Rows of padding get no gradient in transformers, and Youtu's class makes them zero. Left
-        # out, it would be the class's default.
-        content["pad_token_id"] = None
+        content = to_huggingface(model, vocab_size) | model_ids(config)
     content["vocab_size"] = vocab_size
     content["torch_dtype"] = str(dtype).removeprefix("torch.")
     # The newer name of torch_dtype; all versions of transformers read the older one.

@@ -54,6 +54,13 @@ def token_ids(config: Config) -> dict[str, int]:
     return {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod}
 
 
+def model_ids(config: Config) -> dict[str, int | None]:
+    """Return the ids of bos and eos under their keys of config.json, and null for pad."""
+    # transformers gives the embedding's row of pad no gradient, and Youtu's class makes it zero. A
+    # key that is left out is not null: it means the default of the class.
+    return {**token_ids(config), "pad_token_id": None}
+
+
 def write_tokenizer(config: Config, target: Path) -> str | None:
     """Write tokenizer.json and tokenizer_config.json into `target`.
 
