@@ -7,6 +7,7 @@ the meaning of a schedule or the contents of a data file, that room is asked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from megapipe.checks.batch import sound_batch
 from megapipe.checks.context import context_problems
@@ -56,30 +57,53 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
 """The checks of flags, in the order in which their problems are printed. Each value is sound."""
 
 
-def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Tokenizer:
-    """Check everything that can be checked before a run starts. No tokens are read.
+@dataclass(frozen=True)
+class Problems:
+    """All problems of a run, by what has to change, and the tokenizer that was read to find them.
+
+    Attributes:
+        flags: problems of the flags, on any machine.
+        files: files and folders that cannot be read or written.
+        machine: what this machine lacks.
+        tokenizer: the tokenizer, so that its file is read once; it may be large, and slow to parse.
+            None if it cannot be read; `files` then says why.
+    """
+
+    flags: list[str]
+    files: list[str]
+    machine: list[str]
+    tokenizer: Tokenizer | None
+
+
+def problems_of(config: Config, *, has_cuda: bool, own_data: bool = False) -> Problems:
+    """Return all problems of a run. It starts nothing, and reads files but no tokens.
 
     Args:
-        config: the flags; `world_size` is the number of processes that the launcher starts.
+        config: its `world_size` is the launcher's.
         has_cuda: whether torch can use a GPU here.
         own_data: whether the program gives its own data sets.
+    """
+    tokenizer, unread = answer(lambda: build_tokenizer(config.data))
+    flags = flag_problems(config, own_data=own_data)
+    flags += tokenizer_problems(config, tokenizer)
+    files = [*path_problems(config), *unread]
+    # Of sound values alone: a wrong one would be reported twice.
+    machine = machine_problems(check_numbers(config)[0], has_cuda)
+    return Problems(flags, files, list(machine), tokenizer)
 
-    Returns: the tokenizer, whose file is slow to parse, so that the run need not read it again.
+
+def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Tokenizer:
+    """Refuse a run that has problems. The arguments are as for `problems_of`.
+
+    Returns: the tokenizer.
 
     Raises: ConfigError with every problem.
     """
-    tokenizer, unread = answer(lambda: build_tokenizer(config.data))
-    problems = [
-        *flag_problems(config, own_data=own_data),
-        *path_problems(config),
-        *unread,
-        *tokenizer_problems(config, tokenizer),
-    ]
-    # Of sound values alone: a wrong one would be reported twice.
-    problems += machine_problems(check_numbers(config)[0], has_cuda)
-    if problems or tokenizer is None:
+    found = problems_of(config, has_cuda=has_cuda, own_data=own_data)
+    problems = [*found.flags, *found.files, *found.machine]
+    if problems or found.tokenizer is None:
         raise ConfigError(problems)
-    return tokenizer
+    return found.tokenizer
 
 
 def flag_problems(config: Config, *, own_data: bool = False) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, FREE, Idle, at_least, excludes, needs
+from megapipe.config.notes import ABOVE_0, FREE, Idle, Range, at_least, excludes, needs
 
+ITERATIONS = Range("at least 1", lambda v: all(x >= 1 for x in v))
 COLLECTS = needs("manual_gc", "Python collects when it wants to")
 # A hash needs a full tensor that another rank has, too.
 _NOT_WHOLE = "{} compares weights that {} leaves no rank whole"
@@ -41,7 +42,7 @@ class GuardConfig:
     no_manual_gc_eval: Annotated[bool, FREE, COLLECTS] = False
     """Do not collect garbage around evaluations."""
     # Wrong numbers.
-    iterations_to_skip: Annotated[tuple[int, ...], FREE] = ()
+    iterations_to_skip: Annotated[tuple[int, ...], ITERATIONS, FREE] = ()
     """Iterations, counted from 1, whose samples are passed over without a step. The learning rate
     does not advance."""
     check_weight_hash_across_dp_replicas_interval: Annotated[

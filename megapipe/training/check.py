@@ -15,19 +15,17 @@ from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
 from megapipe.checks.inputs import (
     answer,
     ask,
-    machine_problems,
-    path_problems,
     save_problems,
 )
 from megapipe.checks.machine import on_cpus
-from megapipe.checks.run import flag_problems, validate
-from megapipe.checks.vocabulary import tokenizer_problems, vocabulary
+from megapipe.checks.run import problems_of, validate
+from megapipe.checks.vocabulary import vocabulary
 from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import inline
 from megapipe.data.build import Datasets, Part, build_datasets, build_part, open_parts
 from megapipe.data.files import nearest_folder
 from megapipe.data.gpt_dataset import TokenDataset
-from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megapipe.data.tokenizers.tokenizer import Tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.idle import idle, without_idle
@@ -155,12 +153,10 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
     config = replace(config, world_size=config.check.world_size or _launched())
     find = cache(find_checkpoint)
     config = with_checkpoint_args(config, find)
-    tokenizer, unread = answer(lambda: build_tokenizer(config.data))
-    of_flags = flag_problems(config, own_data=datasets is not build_datasets)
-    of_flags += tokenizer_problems(config, tokenizer)
-    missing = [*path_problems(config), *unread]
-    here = list(machine_problems(config, has_cuda()))
-    problems = [*of_flags]
+    found = problems_of(config, has_cuda=has_cuda(), own_data=datasets is not build_datasets)
+    tokenizer = found.tokenizer
+    missing, here = found.files, found.machine
+    problems = [*found.flags]
     at_hand = not missing and tokenizer is not None
     if config.check.check_paths == "yes":
         problems += missing
@@ -172,7 +168,7 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
     start, lost = answer(lambda: find(config.checkpoint) if at_hand else None)
     problems += [*lost, *_of_save(config, start)]
     # Without a plan nobody knows a checkpoint's size.
-    if of_flags:
+    if found.flags:
         raise ConfigError(problems)
     vocab, assumed = vocabulary(config, tokenizer)
     padded = config.model.padded_vocab(vocab)

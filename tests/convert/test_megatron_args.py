@@ -20,6 +20,8 @@ MEGATRON_HAS_IT_NOT = {name for name in RULES if SECTION_OF[name] == "model" and
 EXPERTS = {name for name in RULES if name.startswith("moe_")}
 OTHER_EXPERTS = {
     "moe_layer_freq": "[0, 1, 1, 1]",
+    "no_rope_freq": "[0, 1, 1, 1]",
+    "window_attn_skip_freq": "[0, 1, 1, 1]",
     "moe_aux_loss_coeff": (0.5,),
     "moe_router_load_balancing_type": ("seq_aux_loss",),
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated
 
-from megapipe.config.notes import ABOVE_0, MUST, at_least, of_no_layer
+from megapipe.config.notes import ABOVE_0, MUST, Range, at_least, of_no_layer
 
 TURNED = of_no_layer(
     lambda m: m.position_embedding_type != "rope" or m.multi_latent_attention,
@@ -21,6 +22,8 @@ LONGROPE_ALONE = of_no_layer(
     "heads are not rotated by longrope, without --position-embedding-type longrope",
 )
 
+FACTORS = Range("above 0 and finite", lambda v: all(0 < x < inf for x in v))
+
 
 @dataclass(frozen=True)
 class LongRopeConfig:
@@ -29,10 +32,10 @@ class LongRopeConfig:
     All layers have the same numbers.
     """
 
-    longrope_short_factor: Annotated[tuple[float, ...], MUST, LONGROPE_ALONE] = ()
+    longrope_short_factor: Annotated[tuple[float, ...], FACTORS, MUST, LONGROPE_ALONE] = ()
     """Divisors of the frequencies of rotated pairs in sequences of the original length or less.
     Not in Megatron-LM."""
-    longrope_long_factor: Annotated[tuple[float, ...], MUST, LONGROPE_ALONE] = ()
+    longrope_long_factor: Annotated[tuple[float, ...], FACTORS, MUST, LONGROPE_ALONE] = ()
     """The same for longer sequences, whose tokens all have these. Not in Megatron-LM."""
     longrope_original_max_position_embeddings: Annotated[int, at_least(1), MUST, LONGROPE_ALONE] = (
         4096

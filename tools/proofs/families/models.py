@@ -81,7 +81,8 @@ def save(family: str, seed: int, folder: Path) -> Any:
 def opened(folder: Path) -> Any:
     """Return the model of a folder as transformers opens it, in float32."""
     transformers = importlib.import_module("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    return model.float().eval()
 
 
 @torch.no_grad()
