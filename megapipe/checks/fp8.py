@@ -47,7 +47,7 @@ def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int
     For example ("--ffn-hidden-size", 4096, 2). The width is None if the flag was not given.
 
     Args:
-        at_once: how many numbers a GPU multiplies at a time; only `_heads` reads it.
+        at_once: GPUs multiply matrices whose widths are multiples of it; only `_heads` reads it.
     """
     model = config.model
     tp = config.parallel.tensor_model_parallel_size

@@ -180,8 +180,7 @@ class Axis:
 
         Args:
             into: [size * n, ...], the tensor for the result; None for a new one. x may be this
-                rank's slice of `into`. A GPU then still writes to `into`, and a CPU to a new
-                tensor.
+                rank's slice of `into`: then a GPU writes to `into`, and a CPU to a new tensor.
         """
         if self.size == 1:
             return Pending(x)
@@ -198,8 +197,8 @@ class Axis:
 
         Args:
             into: [n, ...], the tensor for the result; None for a new one. `into` may be this rank's
-                slice of x. A GPU then still writes to `into`, for which NCCL needs no further
-                memory, and a CPU to a new tensor.
+                slice of x: then a GPU writes to `into`, for which NCCL needs no further memory, and
+                a CPU to a new tensor.
         """
         if self.size == 1:
             return Pending(x)

@@ -253,7 +253,7 @@ class CopyLane:
             torch.cuda.current_stream(self.device).wait_event(begun[1])
 
     def span(self, begun: Any) -> tuple[Any, Any]:
-        """Return (begin, end) of copies that are over, as marks for `Clock.seconds`."""
+        """Return (begin, end), for `Clock.seconds`, of copies that `begun` started and are over."""
         return begun.result() if self._stream is None else begun  # type: ignore[no-any-return]
 
 

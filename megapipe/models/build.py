@@ -43,8 +43,9 @@ def build_stage(
         provider: (config, span, tp) -> the stage.
         model: the model's configuration. span: the layers of the stage.
         tp: the tensor-parallel axis. seed: of all initial values.
-    Raises: ConfigError if the provider builds a layer alone without one of the stage's parameters
-        that have no Layout, or with another shape.
+    Raises: ConfigError if a layer that is built as a stage of its own lacks a parameter of this
+        stage, or has it in another shape. Parameters without a `Layout` get the values of that
+        layer.
     """
     # The fork restores torch's generator afterwards: a user's own draws do not depend on the model.
     with _global_generator(), torch.random.fork_rng(devices=[]):

@@ -54,7 +54,7 @@ class Embedding(nn.Module):
     1. The stage with the model's embedding.
     2. A stage with a share of the vocabulary; it holds that share's rows of the word embedding.
     3. A depth of multi-token prediction. It repeats the weights of the model's embedding. If the
-       ranks share the vocabulary, it has no word embedding: forward is given the rows.
+       ranks share the vocabulary, it has no word embedding: forward is given the tokens' vectors.
     """
 
     def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:

@@ -25,7 +25,7 @@ class Bucket(NamedTuple):
         first: position of its first layer within the stage, from 0. The sum can begin when the
             gradients of this layer and all later layers are complete. Parameters outside of layers
             are in the bucket with first 0, which waits for the whole stage.
-        layers: number of layers of the stage.
+        layers: number of all layers of the stage, not of this bucket.
         params: {name: parameter}.
     """
 

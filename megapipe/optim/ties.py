@@ -242,9 +242,9 @@ class Ties:
         return torch.empty(tie.owner.local, dtype=like.dtype, device=like.device)
 
     def _from(self, use: Row, x: Tensor) -> None:
-        """Broadcast x from the rank with the parameter `use` to the ranks that share weights.
+        """Broadcast x to the ranks with tied parameters, from the one that has the parameter `use`.
 
-        These are the axis mesh.ends.
+        These ranks are the first and the last of a pipeline, the axis `mesh.ends`.
         """
         ends = self.mesh.ends
         ends.broadcast(x, ends.ranks.index(self.mesh.pp.ranks[use.rank]))

@@ -231,12 +231,15 @@ def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
 
 
 def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe, Plan]:
-    """Add pairs, depths and vocabulary to a table, and choose the split if the layout is `auto`.
+    """Finish a table, and choose the layers of each stage if the layout is `auto`.
+
+    What may be added are pairs of passes that run together, passes of multi-token prediction and
+    passes of a vocabulary that all ranks share.
 
     Args:
-        recipe: says how the table is made; returned unchanged.
+        recipe: says how the table is made.
         chain: the table as `_chain` returned it.
-    Returns: (the draft with the fastest split, `recipe`, the plan).
+    Returns: (the draft with the fastest split, `recipe` as given, for the next step, the plan).
     """
     plan = draft.plan(_with_ends(recipe, chain, draft))
     par = draft.config.parallel

@@ -24,7 +24,7 @@ class Stored(NamedTuple):
 
 
 class OfPlan:
-    """The base class for what an optional part, such as offload or sharding, adds to a plan.
+    """An optional part of a plan, such as offload or sharding, and what it adds to the plan.
 
     The methods here add nothing, and a part's class overrides some of them. They return bytes
     (`stored`, `least`, `peak`), costs (`priced`) and lines for the user (`changes`, `summary`).
@@ -71,7 +71,7 @@ class OfPlan:
         return []
 
     def summary(self, plan: Plan) -> str:
-        """Return a line to print below the table of stages; empty for none."""
+        """Return what the part does in this plan, as a line for the user; empty for none."""
         return ""
 
 

@@ -165,9 +165,10 @@ class Recipe:
         return with_replicas(table) if self.replicas else table
 
     def chain(self, terms: Terms) -> Schedule:
-        """Return the table that `order` names, before pairs are chosen and depths are added.
+        """Return the table that `order` names, of the main model's forwards and backwards alone.
 
-        A plan splits the layers by this table, and chooses pairs under the costs of that split.
+        Passes are not yet paired to run together, and multi-token prediction has no passes yet. A
+        plan splits the layers by this table, and chooses pairs under the costs of that split.
         """
         table = self._ordered(terms)
         return unpaired(table) if self.pairs is False else table

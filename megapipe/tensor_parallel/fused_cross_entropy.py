@@ -298,8 +298,9 @@ def vocab_parallel_linear_cross_entropy(
     """Return each token's cross entropy directly from the hidden states.
 
     Equals `vocab_parallel_cross_entropy(x W^T, target)`. Logits are rounded to x's type; everything
-    else is float32. More than `most_kept` logits are computed again in backward. Then 1M of them
-    exist at a time (256M on a GPU), for one more matrix product, two under a B/W split.
+    else is float32. If there are more than `most_kept` logits, they are computed in parts of 1M
+    (256M on a GPU), and again in backward. That costs one more matrix product, two under a B/W
+    split.
 
     Args:
         x: [..., h], the same on all tp ranks; its gradient is summed over tp.

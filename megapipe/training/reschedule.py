@@ -70,7 +70,10 @@ class Rescheduling(Callback):
         next(self._story, None)
 
     def _reschedule(self, run: Run) -> Iterator[None]:
-        """Do everything from the first measured step to the report; yield once for each step."""
+        """Measure steps, search a better table, take it, and print what that brought.
+
+        The generator yields at the end of each step of the run, in which nothing is left to do.
+        """
         # The first step warms up.
         yield
         before, steps = yield from self._timed(run)

@@ -273,10 +273,11 @@ class _Sought(NamedTuple):
 
 
 def _sought(own: Config, flags: Flags) -> _Sought:
-    """Return what a search looks for.
+    """Return the question of a search: the model, the number of devices and the restrictions.
 
     Args:
-        own: the configuration of the user's flags.
+        own: the configuration of the user's flags for training.
+        flags: the flags of the command itself, such as --fix and --without.
     Raises: ConfigError with every problem of the flags.
     """
     problems: list[str] = []

@@ -56,14 +56,17 @@ def rules(
     prefix: str = _GPT2,
     stored: Collection[str] = (),
 ) -> tuple[Tensors, ...]:
-    """Return a rule for every tensor of megapipe's model.
+    """Return, for every tensor of megapipe's model, how it is made from the family's tensors.
+
+    The same rules lead back, from megapipe's tensors to the family's.
 
     Args:
         model: megapipe's configuration, with padded_vocab_size.
         family: the model_type.
         vocab_size: number of ids without padding.
         prefix: the start of GPT-2's names; empty in its oldest files.
-        stored: Hugging Face's names at hand, which may have the experts of a layer in one tensor.
+        stored: names of the tensors in the family's file, which may have all experts of a layer in
+            one tensor; empty if there is no file yet.
     """
     table = FAMILIES[family]
     names = dict(table.names)

@@ -149,7 +149,7 @@ class _How(NamedTuple):
         return (self.activation(first) * weights[:, None]).to(first.dtype)
 
     def entering(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return the input of fc1 [R, h] for rows [R, h] and the weights [R] of their choices."""
+        """Return fc1's input [R, h]: rows [R, h], times the router's weights [R] if `on_input`."""
         return (rows * weights[:, None]).to(rows.dtype) if self.on_input else rows
 
     def of_bias(self, rows: Tensor, weights: Tensor) -> Tensor:

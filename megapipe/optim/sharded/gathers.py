@@ -72,10 +72,10 @@ class Gathers:
         return finish
 
     def drop(self, chunk: int) -> None:
-        """Release the weights that a stage has read, after the last of some consecutive passes.
+        """Release the weights of a stage, after the passes that a gather was made for.
 
-        Weights that another stage still reads are kept. `chunk` is the position of the stage on
-        this rank.
+        The schedule says which consecutive passes those are. Weights that another stage still reads
+        are kept. `chunk` is the position of the stage on this rank.
         """
         for other in self._needed[chunk]:
             self._users[other].discard(chunk)

@@ -80,7 +80,7 @@ def of_layer(means: tuple[float, float], config: Config, device: Device) -> tupl
     """Return (forward, backward): seconds that a pass of one layer waits for its collectives.
 
     Args:
-        means: the seconds that a layer computes, as for `by_cause`.
+        means: the seconds that a layer computes, (forward, backward), as means over the layers.
     """
     causes = by_cause(means, config, device).values()
     return sum(f for f, _ in causes), sum(b for _, b in causes)

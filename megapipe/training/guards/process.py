@@ -133,8 +133,9 @@ class Stopping:
 class ExitSignal:
     """Remembers a signal, or Ctrl-C, instead of letting it end the process.
 
-    Repeats change nothing: the run is saving, perhaps for minutes. A second Ctrl-C is handled by
-    the watchdog, which receives it even while this thread hangs in a call.
+    The same signal again changes nothing here: the run is saving, perhaps for minutes. Only a
+    second Ctrl-C ends the process. The watchdog does that, a thread of its own, as this one may
+    hang in a call.
 
     `received` says whether the signal has arrived, `close` stops listening.
 

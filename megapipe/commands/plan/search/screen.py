@@ -135,9 +135,10 @@ class Screen:
             return Out(OUT_OF_MEMORY if candidate.moves else NO_TABLE)
 
     def _plan(self, number: int) -> Plan | str:
-        """Return the plan of a cell for few microbatches, or why there is none that fits.
+        """Return the plan of a cell for few microbatches, or why there is none.
 
-        Weights and optimizer state alone may need too much memory.
+        A cell is a layout that the search tries. There is no plan if its weights and optimizer
+        state alone need more memory than there is.
 
         Args:
             number: the index of the cell.

@@ -61,7 +61,8 @@ def with_schedule(
     Args:
         plan: a plan with the same parallel sizes under 1F1B.
         config: the configuration with the new schedule. The result has it as `config`.
-        batch: a configuration with the number of microbatches to plan for, such as fewer.
+        batch: the configuration with the number of microbatches to plan for. A sketch plans for
+            fewer than `config` has.
         room: offload or recompute single activations until the plan fits; None for neither.
     Raises: ConfigError, ScheduleError if there is no such plan.
     """

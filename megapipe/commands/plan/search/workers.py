@@ -62,7 +62,8 @@ class Workers:
         """Return the answers to all questions, in their order.
 
         Args:
-            answer: a function of a module, called with (state, question).
+            answer: called with (the state that the processes began with, a question). It stands at
+                the top of a module, so that processes find it by its name.
         """
         if not self._ends:
             return [answer(self._state, question) for question in questions]
