@@ -63,9 +63,6 @@ def training_problems(config: Config) -> Iterator[str]:
             f"--tensor-model-parallel-size {tp}, which does not divide it. "
             f"Use --seq-length {length + -length % tp}, or leave --sequence-parallel out."
         )
-    if any(n < 1 for n in config.guards.iterations_to_skip):
-        given = " ".join(map(str, config.guards.iterations_to_skip))
-        yield f"--iterations-to-skip {given}: iterations count from 1. Leave the others out."
     yield from _optimizer_problems(config)
     first = config.precision.initial_loss_scale
     least = config.precision.min_loss_scale

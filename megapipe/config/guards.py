@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from megapipe.config.notes import ABOVE_0, FREE, Idle, Range, at_least, excludes, needs
 
-ITERATIONS = Range("at least 1", lambda v: all(x >= 1 for x in v))
+ITERATIONS = Range("at least 1, the first iteration", lambda v: all(x >= 1 for x in v))
 COLLECTS = needs("manual_gc", "Python collects when it wants to")
 # A hash needs a full tensor that another rank has, too.
 _NOT_WHOLE = "{} compares weights that {} leaves no rank whole"

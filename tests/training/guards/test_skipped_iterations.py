@@ -41,4 +41,4 @@ def test_the_learning_rate_waits(tmp_path):
 
 def test_iterations_count_from_1():
     made = replace(config(STYLES["gpt2"])).with_fields(iterations_to_skip=(0, 3))
-    assert any(line.startswith("--iterations-to-skip 0 3: iterations count from 1") for line in flag_problems(made))
+    assert "--iterations-to-skip 0 3 must be at least 1, the first iteration" in flag_problems(made)
