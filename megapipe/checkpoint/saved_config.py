@@ -28,9 +28,12 @@ def saved_config(folder: Path) -> Config:
     """Return the flags of the run that wrote a checkpoint.
 
     A flag that is not in the checkpoint, which an older version may have written, has its default.
-    `model_provider` is None, as no checkpoint may name code to run, see `require_provider`.
+    A field that this version does not know is left out. `model_provider` is None, as no
+    checkpoint may name code to run, see `require_provider`. Layers and attention are of plain
+    torch, as the kernels of the run may not be here.
 
-    Raises: CheckpointError if its state.json cannot be read.
+    Raises: CheckpointError if its state.json cannot be read, was changed, or has values that no
+        flag takes.
     """
     saved = _read(folder)
     try:

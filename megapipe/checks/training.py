@@ -54,7 +54,7 @@ def learning_rate_problems(config: Config) -> Iterator[str]:
 
 
 def training_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of flags that have no effect together or contradict each other."""
+    """Yield problems of sequence parallelism, the loss scale and the optimizer."""
     length = config.batch.seq_length
     tp = config.parallel.tensor_model_parallel_size
     if config.model.sequence_parallel and length and length % tp:

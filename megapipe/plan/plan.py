@@ -59,10 +59,10 @@ class OfPlan:
         return [0.0] * plan.schedule.placement.num_ranks
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
-        """Return, for each rank, the most bytes of activations.
+        """Return, for each rank, the most bytes that it holds during a step next to its state.
 
         Args:
-            usual: the same without this optional part, from the simulated step.
+            usual: these bytes without this optional part: activations, by the simulated step.
         """
         return usual
 

@@ -167,8 +167,8 @@ class Recipe:
     def chain(self, terms: Terms) -> Schedule:
         """Return the table that `order` names, of the main model's forwards and backwards alone.
 
-        Passes are not yet paired to run together, and multi-token prediction has no passes yet. A
-        plan splits the layers by this table, and chooses pairs under the costs of that split.
+        Pairs are the order's own, if any, and multi-token prediction has no passes yet. A plan
+        splits the layers by this table, and chooses pairs under the costs of that split.
         """
         table = self._ordered(terms)
         return unpaired(table) if self.pairs is False else table

@@ -74,8 +74,9 @@ class Gathers:
     def drop(self, chunk: int) -> None:
         """Release the weights of a stage, after the passes that a gather was made for.
 
-        The schedule says which consecutive passes those are. Weights that another stage still reads
-        are kept. `chunk` is the position of the stage on this rank.
+        The schedule says which consecutive passes those are. Tied weights that another stage still
+        reads are kept, and all weights without `drops`. `chunk` is the position
+        of the stage on this rank.
         """
         for other in self._needed[chunk]:
             self._users[other].discard(chunk)

@@ -92,10 +92,9 @@ def _size(track: Track) -> tuple[int, int]:
 
 
 def _plot_width(time: Timeline) -> int:
-    """Return the width of the picture in pixels.
+    """Return the width of the plot in pixels, from 720 to 6000, without the margins of the picture.
 
-    It is enough for a number in the shortest box, as far as that fits a screen. `time` is the
-    timeline to draw.
+    Within these limits the shortest box has room for a number. `time` is the timeline to draw.
     """
     lengths = [time.end[item] - time.start[item] for item in time.start]
     # Passes may take no time, such as U under costs that do not name it.

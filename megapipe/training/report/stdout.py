@@ -28,7 +28,10 @@ def stdout_may_break() -> Iterator[None]:
 
 
 class _Forgiving:
-    """A stream that passes text on to another one, and discards it after the first failure."""
+    """A stream that passes text on to another one, until that fails; later text is discarded.
+
+    The failure is reported on stderr.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
