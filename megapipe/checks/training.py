@@ -22,7 +22,8 @@ def length_problems(config: Config) -> Iterator[str]:
     # Both lengths together are refused by a note of their fields.
     if batch.train_iters is not None and batch.train_samples is not None:
         return
-    mine, other = ("iters", "samples") if batch.train_samples is None else ("samples", "iters")
+    mine = "iters" if batch.train_samples is None else "samples"
+    other = "samples" if mine == "iters" else "iters"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if value := getattr(config.optimizer, f"{name}_{other}"):
             yield (

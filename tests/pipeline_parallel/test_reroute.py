@@ -91,6 +91,22 @@ def trained(table, microbatches):
     return grads, losses
 
 
+def plain(chain, replicas, microbatches):
+    """Do the same in plain torch, without a pipeline: (losses by microbatch, gradients by replica and position)."""
+    losses, grads = {}, {}
+    for replica in range(replicas):
+        layers = [layer_of(position) for position in range(chain)]
+        for number in range(replica * microbatches, (replica + 1) * microbatches):
+            x = data(number)
+            for layer in layers:
+                x = torch.tanh(layer(x))
+            loss = (x - 0.1).square().mean()
+            losses[number] = loss.detach()
+            (loss / (replicas * microbatches)).backward()
+        grads |= {(replica, position): layer.weight.grad for position, layer in enumerate(layers)}
+    return losses, grads
+
+
 @pytest.mark.parametrize("seed", range(24 if os.environ.get("MEGAPIPE_NIGHTLY") else 4))
 def test_a_step_without_a_rank_has_the_losses_and_gradients_of_the_whole_one(seed):
     draw = random.Random(seed)
@@ -104,6 +120,9 @@ def test_a_step_without_a_rank_has_the_losses_and_gradients_of_the_whole_one(see
     grads, others = trained(found, table.num_microbatches)
     assert losses.keys() == others.keys() == set(range(replicas * table.num_microbatches))
     assert all(torch.equal(losses[n], others[n]) for n in losses)
+    wanted, gradients = plain(table.placement.chain, replicas, table.num_microbatches)
+    torch.testing.assert_close(losses, wanted)
+    torch.testing.assert_close({key: whole for key, (whole,) in expected.items()}, gradients)
     assert grads.keys() == expected.keys()
     for key, (whole,) in expected.items():
         if len(grads[key]) == 1:

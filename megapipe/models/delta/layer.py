@@ -167,8 +167,10 @@ def _core(
     decay = -rates.view(-1, each).exp() * speed
     # To [b, heads, r, s, channels].
     v = torch.unflatten(v, -1, (each, width)).permute(1, 2, 3, 0, 4)
-    q, k = (unit(part).permute(1, 2, 0, 3) for part in (q, k))
-    decay, beta = (part.permute(1, 2, 3, 0) for part in (decay, beta.sigmoid()))
+    q = unit(q).permute(1, 2, 0, 3)
+    k = unit(k).permute(1, 2, 0, 3)
+    decay = decay.permute(1, 2, 3, 0)
+    beta = beta.sigmoid().permute(1, 2, 3, 0)
 
     rule = _fused_rule if x.is_cuda and dtype != wide and _has_kernel() else gated_delta_rule
     out = rule(q, k, v, decay, beta, numbers).permute(3, 0, 1, 2, 4)
@@ -196,8 +198,10 @@ def _fused_rule(
         """Return [1, b x s, value heads, ..] of [b, heads, r, s, ..]."""
         return part.movedim(3, 1).flatten(2, 3).flatten(0, 1)[None].contiguous()
 
-    q, k = (row(part[:, :, None].expand(-1, -1, each, -1, -1)) for part in (q, k))
-    q, k, v = (part.to(torch.bfloat16) for part in (q, k, row(v)))
+    # The kernel has no groups of heads: each value head gets its own query and key.
+    q = row(q[:, :, None].expand(-1, -1, each, -1, -1)).to(torch.bfloat16)
+    k = row(k[:, :, None].expand(-1, -1, each, -1, -1)).to(torch.bfloat16)
+    v = row(v).to(torch.bfloat16)
     # All sequences are one row, and a state starts at 0 at each of these places.
     begins = torch.zeros(b, s, dtype=torch.bool, device=v.device)
     begins[:, 0] = True
