@@ -47,7 +47,8 @@ def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int
     For example ("--ffn-hidden-size", 4096, 2). The width is None if the flag was not given.
 
     Args:
-        at_once: GPUs multiply matrices whose widths are multiples of it; only `_heads` reads it.
+        at_once: FP8 products need widths that are multiples of this number. --kv-channels is
+            yielded only if a projection's width is not.
     """
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
@@ -71,8 +72,8 @@ def _heads(model: ModelConfig, tp: int, at_once: int) -> Iterator[tuple[str, int
 
     Args:
         tp: the number of tensor-parallel ranks.
-        at_once: how many numbers a GPU multiplies at a time. --kv-channels is yielded only if the
-            width of a projection is no multiple of it.
+        at_once: FP8 products need widths that are multiples of this number. --kv-channels is
+            yielded only if a projection's width is not.
     """
     heads = model.num_attention_heads
     if model.multi_latent_attention:

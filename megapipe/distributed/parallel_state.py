@@ -162,7 +162,7 @@ def get_expert_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> Group | None:
-    """Return the group of the ranks with equal experts. For flags see `get_data_parallel_group`."""
+    """Return the group of the ranks with the same experts. with_gtp_remat has no effect."""
     _one_instance(partial_expert_data_parallel)
     return _group(lambda mesh: mesh.edp, check_initialized)
 
@@ -228,7 +228,7 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 def get_expert_data_parallel_world_size(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
-    """Return the size of the group that `get_expert_data_parallel_group` returns."""
+    """Return the number of ranks with the same experts. with_gtp_remat has no effect."""
     _one_instance(partial_expert_data_parallel)
     return ProcessMesh.required().edp.size
 
@@ -236,7 +236,7 @@ def get_expert_data_parallel_world_size(
 def get_expert_data_parallel_rank(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
-    """Return this rank's position in the group that `get_expert_data_parallel_group` returns."""
+    """Return this rank's position among ranks with equal experts. with_gtp_remat has no effect."""
     _one_instance(partial_expert_data_parallel)
     return ProcessMesh.required().edp.rank
 

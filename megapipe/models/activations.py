@@ -125,8 +125,8 @@ _again: Callable[..., Tensor] = eager(_Again.apply)
 def function_of(config: ModelConfig) -> Callable[..., Tensor]:
     """Return the configured activation, as a function that autograd differentiates.
 
-    Its arguments are the output of an MLP's first layer, [..., ffn], or [..., 2 ffn] = [gate, up]
-    of a gated MLP; and for --xielu the scalars of `Xielu`. It returns [..., ffn].
+    The function takes the output of an MLP's first layer, [..., ffn], or [..., 2 ffn] = [gate, up]
+    of a gated MLP. For --xielu it also takes the four scalars of `Xielu`. It returns [..., ffn].
     """
     row = ROWS[config.activation]
     # torch.compile fuses plain operations itself.
@@ -139,7 +139,8 @@ def activate(x: Tensor, config: ModelConfig, *scalars: Tensor) -> Tensor:
     """Apply the configured activation, and keep nothing but its arguments for backward.
 
     Args:
-        x, scalars: see `function_of`.
+        x: [..., ffn], the output of the MLP's first layer; [..., 2 ffn] for a gated MLP.
+        scalars: the learned scalars of --xielu. Other activations have none.
     """
     function = function_of(config)
     row = ROWS[config.activation]

@@ -239,7 +239,8 @@ class Optimizer:
     def flats(self, chunk: int) -> list[Tensor]:
         """Return the flat tensors of a stage that an update changes and this rank owns.
 
-        They are main parameters and the rule's state. `spread` then updates all weights from them.
+        They are the float32 main parameters and the optimizer state, such as Adam's moments.
+        Whoever changes them calls `spread`, which updates the model's weights.
 
         Args:
             chunk: position of the stage on this rank.

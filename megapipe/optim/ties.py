@@ -43,9 +43,9 @@ class Tie(NamedTuple):
         return self.uses[0]
 
     def on(self, rank: int) -> tuple[str, ...]:
-        """Return the names of the uses on a pipeline rank. They share memory.
+        """Return the names of the parameters on a pipeline rank that repeat this weight.
 
-        If all uses are on one rank, these are all names.
+        They share one memory. A weight whose uses are all on one rank is asked there only.
         """
         return tuple(row.name for row in self.uses if row.rank == rank or not self.across)
 
@@ -235,16 +235,20 @@ class Ties:
         return total
 
     def _room(self, tie: Tie, like: Tensor) -> Tensor:
-        """Return an empty tensor to receive the weight `tie` into, on a rank that does not use it.
+        """Return an empty tensor of the weight's shape, on a rank that does not use the weight.
 
-        `like` is a tensor with the type and device to use.
+        Such a rank receives it all the same, as it takes part in each broadcast over mesh.ends.
+
+        Args:
+            tie: the weight.
+            like: a tensor with the type and device to use.
         """
         return torch.empty(tie.owner.local, dtype=like.dtype, device=like.device)
 
     def _from(self, use: Row, x: Tensor) -> None:
-        """Broadcast x to the ranks with tied parameters, from the one that has the parameter `use`.
+        """Broadcast x over `mesh.ends` from the rank that has the parameter `use`.
 
-        These ranks are the first and the last of a pipeline, the axis `mesh.ends`.
+        `mesh.ends` are the first and the last rank of the pipeline, which share tied weights.
         """
         ends = self.mesh.ends
         ends.broadcast(x, ends.ranks.index(self.mesh.pp.ranks[use.rank]))

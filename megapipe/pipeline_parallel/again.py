@@ -11,11 +11,11 @@ T = TypeVar("T")
 class Rewinding(Iterator[T]):
     """An iterator over a stage's data that can be set back to its first item.
 
-    `rewind` sets it back. It is needed if V, the pass that validates the last update, finds an
-    error: then the step's program begins again.
+    `rewind` sets it back. That is needed if V, the pass that validates the last update, finds the
+    update wrong: the step then begins again.
 
     Args:
-        at: takes an index and returns its item.
+        at: takes an index and returns the item of that index.
         order: the indices, in the order in which their items are given.
     """
 

@@ -39,7 +39,7 @@ class OnHost:
     num_links = 0
 
     def begin(self, rank: int) -> torch.device:
-        """Return the device of a rank, which the calling thread is from here on."""
+        """Make a rank's device the current one of the calling thread, and return the device."""
         return CPU
 
     def group(

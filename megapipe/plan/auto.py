@@ -30,10 +30,11 @@ def as_they_are(costs: Costs) -> Costs:
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge of splits, which say how many layers each stage has, under a fixed schedule.
+    """Compares splits of the layers into stages, under a fixed schedule.
 
-    `score` returns the score of a split, and the function `search` looks for the split with the
-    smallest. `loads` and `of_depths` return times that the score uses.
+    A split is the number of layers of each stage. `score` returns the score of a split; the
+    function `search` looks for the smallest. `loads` and `of_depths` return times that the score
+    uses.
 
     Attributes:
         pieces: the work of embedding, each layer and head.
@@ -87,10 +88,9 @@ class Judge:
         return loads
 
     def of_depths(self) -> list[float]:
-        """Return, for each stage, its part of the time of the prediction depths on its rank.
+        """Return, for each stage, its part of the time of multi-token prediction on its rank.
 
-        A depth is one of multi-token prediction. A rank's time for depths is divided evenly among
-        its stages.
+        A rank's time for modules of multi-token prediction is divided evenly among its stages.
         """
         place = self.schedule.placement
         own = place.rank_of[: place.main]
@@ -143,7 +143,7 @@ def search(judge: Judge) -> Counts:
 
 
 def balanced(pieces: Pieces, chain: int, more: Sequence[float] = ()) -> Counts:
-    """Return the number of layers of each stage in the split whose slowest stage is fastest.
+    """Return the number of layers of each stage such that the slowest stage is as fast as possible.
 
     Dynamic programming over stages: the best way to end a stage after the n-th layer follows from
     the best ways to end the stage before it.

@@ -17,15 +17,15 @@ from megapipe.schedule import Costs, Placement, Schedule
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan whose schedule is still being made. It returns what any schedule would cost.
+    """A plan whose schedule is still being made. It returns the costs of any schedule.
 
     A `Recipe` makes the schedule (a table of passes) step by step, and calls `costs` and `room`
     (memory limits) on the way. `plan` then returns the plan with the finished table.
 
     Attributes:
-        base: the plan with a table that has no passes, and without depths of multi-token
-            prediction.
-        depths: the work of each depth of multi-token prediction.
+        config: the configuration of the run.
+        base: the plan with a table that has no passes, and without multi-token prediction.
+        depths: the work of each module (depth) of multi-token prediction.
         counts: number of layers of each stage, in the model's order. None splits the layers as the
             flags say, for each placement of stages that is tried.
     """

@@ -110,8 +110,6 @@ def _reasons(config: Config, table: Schedule) -> Iterator[str]:
 class Graphs(OfPlan):
     """The memory of CUDA graphs, as an optional part of a plan.
 
-    `peak` returns it.
-
     Attributes:
         hidden: bytes of the hidden states of a microbatch.
     """
@@ -121,8 +119,8 @@ class Graphs(OfPlan):
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
         """Return, for each rank, the bytes of its CUDA graphs.
 
-        They replace the usual activations in the plan. Their memory is never given back, and each
-        microbatch in flight has its own graphs.
+        In the plan these bytes stand in place of the activations. The memory of a graph is never
+        given back, and each microbatch in flight has its own graphs.
 
         Args:
             usual: the peak of each rank's activations without graphs. It is not used.

@@ -80,7 +80,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
 
 
 def pieces_of(config: Config, model: ModelConfig) -> Pieces:
-    """Return the FLOPs and bytes of a run's embedding, layers, head and depths.
+    """Return the FLOPs and bytes of a run's embedding, layers, head and multi-token prediction.
 
     Args:
         model: the model whose work is counted. It may differ from the configuration's.
@@ -142,10 +142,9 @@ def _without_passes(place: Placement) -> Schedule:
 
 
 def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
-    """Return the chain: the table with the passes of the main model's layers.
+    """Return the table with the passes of the main model's layers only.
 
-    Later, overlapped pairs are chosen, and depths of multi-token prediction and a split vocabulary
-    are added.
+    Overlapped pairs of passes, multi-token prediction and a split vocabulary are added later.
 
     Args:
         recipe: says which order of passes to make.
@@ -161,17 +160,17 @@ def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
 
 
 def _as_searched(draft: Draft, place: Placement) -> Draft:
-    """Return the draft with the layers of each stage fixed, as it splits them for a placement."""
+    """Return the draft with a fixed number of layers on each stage: its split for a placement."""
     return replace(draft, counts=draft.plan(_without_passes(place)).counts)
 
 
 def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Plan:
     """Return a plan whose costs count the microbatches that its own table recomputes.
 
-    Which microbatches recompute depends on how many are in flight in the table. The table in turn
-    depends on the costs of recomputation, if it has pairs or a shared vocabulary. So a first plan
-    is made with the numbers of `chain`, the next with the numbers of its own table, until both
-    agree. If they never do, the last table keeps its own numbers.
+    Which microbatches recompute depends on how many are in flight in the table. The table may
+    depend on the costs of recomputation. So a first plan counts the microbatches in flight in
+    `chain`, the next plan the ones in the first plan's table, until two plans agree. If they never
+    do, the last plan is returned.
 
     Args:
         chain: the table as `_chain` returned it.
@@ -192,8 +191,8 @@ def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Pl
 def _keeping(draft: Draft, table: Schedule) -> Draft:
     """Return the draft with the number of microbatches that recompute nothing, for each stage.
 
-    It follows from --num-microbatches-with-partial-activation-checkpoints. Without that flag the
-    draft is returned unchanged.
+    The number follows from --num-microbatches-with-partial-activation-checkpoints. Without that
+    flag the draft is returned unchanged.
 
     Args:
         table: says how many microbatches are in flight on each stage.
@@ -215,7 +214,9 @@ def _keeping(draft: Draft, table: Schedule) -> Draft:
 
 
 def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
-    """Return the finished plan with the best choice of ranks for multi-token prediction depths.
+    """Return the finished plan with the best choice of ranks for multi-token prediction.
+
+    Other choices, such as the layers of each stage, are made for each of these.
 
     Args:
         recipe: says how the table is made.
@@ -231,10 +232,9 @@ def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
 
 
 def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe, Plan]:
-    """Finish a table, and choose the layers of each stage if the layout is `auto`.
+    """Add passes to a table, and choose the layers of each stage if the layout is `auto`.
 
-    What may be added are pairs of passes that run together, passes of multi-token prediction and
-    passes of a vocabulary that all ranks share.
+    Overlapped pairs, multi-token prediction and a shared vocabulary are added as the recipe says.
 
     Args:
         recipe: says how the table is made.
@@ -280,11 +280,10 @@ def _rank(plan: Plan, config: Config) -> tuple[bool, float]:
 
 
 def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
-    """Return `chain` with the pairs, depths and vocabulary that the recipe asks for.
+    """Return `chain` with overlapped pairs, multi-token prediction and split vocabulary.
 
     Args:
-        recipe: says whether there are overlapped pairs, which ranks have a depth of multi-token
-            prediction, and whether the vocabulary is split over the ranks.
+        recipe: says which of the three to add, and which ranks have multi-token prediction.
         chain: the table as `_chain` returned it.
         draft: says what the stages of a table cost.
     """
@@ -294,11 +293,12 @@ def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
 
 
 def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
-    """Return the plan of a table, after adding the recipe's last parts: offload and sharding.
+    """Return the plan of a table, after adding offload and sharding as the recipe says.
 
     Args:
         draft: says what the stages of a table cost.
-        table: the table with pairs, depths and vocabulary.
+        recipe: says how the table is made.
+        table: the table with overlapped pairs, multi-token prediction and split vocabulary.
     Raises: ConfigError if the plan does not fit the memory.
     """
     config = draft.config
@@ -320,7 +320,7 @@ def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
 
 @contextmanager
 def _flags_named(config: Config) -> Iterator[None]:
-    """Turn an error of a recipe within the block into one that names the user's flags."""
+    """Turn an error about a field of a recipe into one that names the user's flags."""
     try:
         yield
     except Refused as error:
@@ -365,9 +365,9 @@ def with_batch(plan: Plan, config: Config) -> Plan:
 
 
 def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
-    """Return the plan of a batch that may be too small for some part of the recipe.
+    """Return the plan of a batch that may be too small for some settings of the recipe.
 
-    If it is too small for a part, such as offload, the plan is made without that part.
+    If it is too small for a setting, such as offload, the plan is made without it.
 
     Args:
         draft: says what the stages of a table cost.

@@ -36,24 +36,25 @@ class NothingToDo(ConfigError):
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part of plans, such as offload: a record of functions that make and check it.
+    """An optional feature of plans, such as offload: a record of functions that make and check it.
 
-    To make a plan, the functions are called for each part in `parts.PARTS`. Their first argument is
-    the configuration.
+    To make a plan, the functions are called for each feature in `parts.PARTS`. The first argument
+    of each function is the configuration.
 
     Attributes:
         name: the key in `Plan.own`, and the field of the recipe if it has one.
-        of: returns what the part adds to a plan; None for nothing. Its second argument is the
+        of: returns what the feature adds to a plan; None for nothing. Its second argument is the
             schedule before offload and sharding, its third the finished one. Each is None if it
             does not exist yet.
         check: raises ConfigError if flags ask for something that this table cannot have.
-        check_made: raises NothingToDo if the finished table lacks the part.
+        check_made: raises NothingToDo if flags ask for the feature and the finished table lacks it.
         best: if the flags leave a choice open, returns the best plan; else None. Its second
             argument makes the plan of a configuration in which the choice is made.
         chosen: returns the configuration with flags that ask for what `best` chose in a plan, its
             second argument.
-        without: returns the configuration without the flags of the part.
-        refused: takes the recipe's error and returns one that names the flags.
+        without: returns the configuration without the flags of the feature.
+        refused: takes an error that names a field of the recipe, and returns one that names the
+            flags.
     """
 
     name: str

@@ -16,7 +16,7 @@ PARTS = *SHAPES, *FAMILIES, GRAPHS
 def own_parts(
     config: Config, plain: Schedule | None = None, made: Schedule | None = None
 ) -> dict[str, OfPlan]:
-    """Return {name of an optional part: what it adds to a plan}.
+    """Return {name of an optional feature, such as offload: what it adds to a plan}.
 
     Args:
         plain: the schedule before offload and sharding; None if it does not exist yet.

@@ -33,7 +33,7 @@ Floats = tuple[float, ...]
 class _Columns(NamedTuple):
     """Some fields of `Work` as columns, for all stages.
 
-    A column has one value for each stage in the model's order, then one for each depth of
+    A column has one value for each stage in the model's order, then one for each module of
     multi-token prediction.
 
     Attributes:
@@ -51,10 +51,11 @@ class _Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """The work of each piece of a model: embedding, layers, head, and depths of prediction.
+    """The work of each piece of a model: embedding, layers, head and multi-token prediction (MTP).
 
-    `stage`, `costs` and `of_slices` return the work of stages made of these pieces. `further`,
-    `without_depths` and `on` return changed pieces.
+    `stage`, `costs` and `of_slices` return the work of stages made of these pieces. `share` is one
+    rank's part of a split embedding and head. `further` adds MTP modules (depths), `without_depths`
+    leaves them out. `on` sets the overhead for a number of pipeline ranks.
 
     Attributes:
         embedding, layers, head: the work of each piece. The head has the last norm and the loss.
@@ -63,7 +64,7 @@ class Pieces:
         overhead: time of every pass in addition to its work.
         shares: number of pipeline ranks over which embedding and head are split; 1 if they are on
             the stages at the ends of the model.
-        depths: the work of each depth of multi-token prediction, with a head.
+        depths: the work of each MTP module, with a head.
         hidden: bytes of a microbatch's hidden states: (of the tokens on one rank, of all tokens). A
             rank's part of a split vocabulary needs those for all tokens.
         wide: bytes of a key's gradient divided by the bytes of a key, such as 2 for bf16. Slices
@@ -112,7 +113,7 @@ class Pieces:
 
     @property
     def share(self) -> Work:
-        """One rank's part of a split embedding and head, with the losses of all depths."""
+        """One rank's part of a split embedding and head, with losses of multi-token prediction."""
         head = self.head
         losses = 1 + len(self.depths)
         here, of_all = self.hidden
@@ -126,7 +127,7 @@ class Pieces:
 
     @cached_property
     def _depths_alone(self) -> tuple[Work, ...]:
-        """The work of each depth on its own rank: without the head if all ranks share the head."""
+        """The work of each multi-token prediction module, without a head that ranks share."""
         if self.shares == 1:
             return self.depths
         head = self.head
@@ -136,7 +137,7 @@ class Pieces:
         return tuple(depth + gone for depth in self.depths)
 
     def costs(self, counts: Sequence[int]) -> Costs:
-        """Return the times and bytes of the stages of a split, then of the depths.
+        """Return the times and bytes of each stage, then of each module of multi-token prediction.
 
         Times are in the unit of the pieces' work.
 
@@ -170,10 +171,10 @@ class Pieces:
         return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held - mask)
 
     def further(self, depths: tuple[Work, ...]) -> Pieces:
-        """Return the pieces with depths of multi-token prediction added.
+        """Return the pieces with modules (depths) of multi-token prediction added.
 
         Args:
-            depths: the work of each depth.
+            depths: the work of each module.
         """
         kept = self.kept
         if kept is not None:
@@ -184,7 +185,7 @@ class Pieces:
 
     @property
     def without_depths(self) -> Pieces:
-        """The pieces without depths of multi-token prediction: the inverse of `further`."""
+        """The pieces without multi-token prediction: the inverse of `further`."""
         kept = self.kept
         if kept is not None:
             whole, fractions = kept
@@ -300,7 +301,7 @@ def pieces(
         etp: number of ranks that split each expert; None for `tp`.
         element_bytes: bytes of an element of an activation.
         modules: modules whose activations may be copied to the host; () for all.
-        gathers: ranks that gather weights in eight bits.
+        gathers: numbers of ranks from which weights are gathered in eight bits.
     """
     assert model.padded_vocab_size is not None
     h = model.hidden

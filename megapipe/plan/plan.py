@@ -24,13 +24,13 @@ class Stored(NamedTuple):
 
 
 class OfPlan:
-    """An optional part of a plan, such as offload or sharding, and what it adds to the plan.
+    """An addition to a plan by an optional feature, such as offload or sharding.
 
-    The methods here add nothing, and a part's class overrides some of them. They return bytes
+    The methods here add nothing; the class of a feature overrides some of them. They return bytes
     (`stored`, `least`, `peak`), costs (`priced`) and lines for the user (`changes`, `summary`).
 
     Attributes:
-        holds: the name, in errors, of the memory that the part adds to a rank's peak, such as
+        holds: the name, in errors, of the memory that the feature adds to a rank's peak, such as
             "gathered weights and gradients"; "" for none.
     """
 
@@ -59,10 +59,10 @@ class OfPlan:
         return [0.0] * plan.schedule.placement.num_ranks
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
-        """Return, for each rank, the most bytes that it holds during a step next to its state.
+        """Return, for each rank, the most bytes that it holds in a step, not counting its state.
 
         Args:
-            usual: these bytes without this optional part: activations, by the simulated step.
+            usual: these bytes without this feature: the activations in the simulated step.
         """
         return usual
 
@@ -79,12 +79,12 @@ class OfPlan:
 class Plan:
     """The division of a model over the ranks, with its predicted time and memory.
 
-    Properties return, for each stage, its layers (`spans`), `works` and `costs`. `timeline` is the
-    simulated step. Others return bytes for each rank. A chain is the stages of one copy of the
-    model; DualPipe has two.
+    Properties: `spans` are the layers of each stage, `works` its FLOPs and bytes, `costs` the times
+    of its passes. `timeline` is the simulated step. `state_bytes`, `least_bytes` and `peak_bytes`
+    are bytes of each rank. `shares` are the pipeline ranks that hold equal weights.
 
     Attributes:
-        counts: number of layers of each stage of a chain.
+        counts: number of layers of each stage of one copy of the model. DualPipe has two copies.
         pieces: the work of embedding, layers and head.
         state: bytes that a rank keeps for one parameter: weight, gradient and optimizer state.
         of_expert: the same for a parameter of an expert.
@@ -94,9 +94,10 @@ class Plan:
         vocab_weights: elements of the word embedding.
         tp: number of ranks that split each parameter.
         expert_ranks: number of ranks that split the experts.
-        own: {name: what this optional part adds}, such as sharding, slices or CUDA graphs.
-        before: the plan that was replaced by an automatic choice: the even split, or the other
-            placement of the vocabulary. None if nothing was chosen.
+        own: {feature: what it adds to the plan}, for features such as sharding, slices or CUDA
+            graphs.
+        before: the plan that an automatic choice replaced: an even split of layers, or embedding
+            and head on the end stages, not split over ranks. None if nothing was chosen.
         given: times of passes and messages, from --pipeline-costs; None without the flag.
         recipe: how the table was made; None for a table without passes.
     """
@@ -124,7 +125,7 @@ class Plan:
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
-        """The layers of each stage, and whether it has embedding, loss or a depth."""
+        """The layers of each stage, and whether it has embedding, loss or a prediction module."""
         return spans(self.counts, self.schedule.placement)
 
     @cached_property
@@ -169,7 +170,7 @@ class Plan:
 
     @property
     def least_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank needs to run any stage: its state, and the least it must gather."""
+        """Bytes that each rank needs at least: its state, and the weights that it must gather."""
         # Less than the peak, which gathers early where there is room: a limit leaves the rest.
         least = self.state_bytes
         for one in self.own.values():
@@ -189,7 +190,7 @@ class Plan:
         """The groups of pipeline ranks that hold equal weights: {name: ranks}.
 
         `ends`: ranks whose stages use the same embedding or head. `twins`: (0, 1) under DualPipe.
-        It stands for all pairs of ranks r and p-1-r, which hold equal stages.
+        (0, 1) stands for all pairs of ranks r and p-1-r, which hold equal stages.
         """
         return sharing(self.schedule.placement, tied=self.tied)
 
@@ -276,7 +277,7 @@ def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def stages_with_depths(place: Placement) -> tuple[int, ...]:
-    """Return, for each depth of multi-token prediction, the last main stage on its rank.
+    """Return, for each module (depth) of multi-token prediction, the last main stage on its rank.
 
     A layout string has a depth's letter m in this stage. If stages 0 to 3 are on ranks 0, 1, 0 and
     1, a depth on rank 0 gives 2.
@@ -289,10 +290,10 @@ def stages_with_depths(place: Placement) -> tuple[int, ...]:
 
 
 def added_by_depths(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
-    """Return how many gradients and weights of embedding and head the depths add to a rank.
+    """Return what multi-token prediction adds to a rank: (gradients, weights).
 
-    A depth of multi-token prediction uses the model's embedding and head. Each adds a gradient of
-    both. All together add one weight of each that no other stage of the rank has.
+    A weight is the embedding or the head. Each module uses both, and adds a gradient of each. All
+    modules of a rank together add one weight of each, unless another stage of the rank has it.
 
     Args:
         spans: the rank's stages in one copy of the model.

@@ -42,8 +42,8 @@ SHARE = 0.2
 def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
     """Return the recipe of the table that the flags ask for.
 
-    A recipe is the settings from which a table of passes is made. Its `depths`, the ranks of
-    multi-token prediction depths, stay empty: `split.ranks_of_depths` lists choices for them.
+    A recipe is the settings from which a table of passes is made. The field `depths`, the ranks of
+    multi-token prediction, stays empty: `split.ranks_of_depths` lists choices for it.
 
     Args:
         moves: offload or recompute activations that do not fit into --memory-limit-gib.
@@ -71,7 +71,7 @@ def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
 def order_of(config: Config, microbatches: int) -> Recipe:
     """Return the recipe of the order of passes, with its stages and slices.
 
-    It adds no pairs, offload, sharding or shared vocabulary to the order, see `recipe_of`.
+    Unlike `recipe_of`, it adds no overlapped pairs, offload, sharding or shared vocabulary.
 
     Args:
         microbatches: the number of microbatches of a step.
@@ -138,7 +138,7 @@ def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
 
 
 def schedule_of(config: Config, microbatches: int) -> Schedule:
-    """Return the table of the stages that the flags ask for, without depths of prediction.
+    """Return the table of the stages that the flags ask for, without multi-token prediction.
 
     If the order comes from a search, the search here is very short, because only a plan knows what
     the stages cost.

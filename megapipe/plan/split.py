@@ -51,7 +51,7 @@ def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
 
     Args:
         schedule: the table. The two replicas of a stage in DualPipe are counted together.
-        some: how many of the microbatches in flight on a stage keep their activations.
+        some: how many of the microbatches in flight on a stage are not recomputed.
     """
     kept = share_of_window(schedule, some)
     place = schedule.placement
@@ -79,7 +79,7 @@ def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
     For the layout `auto` it is the even split, which a search replaces.
 
     Args:
-        placement: the stages of the model, without depths of multi-token prediction.
+        placement: the stages of the model, without multi-token prediction.
     Raises: ConfigError if the layers do not divide as the flags say.
     """
     par = config.parallel
@@ -226,7 +226,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
 def _filled(config: Config) -> tuple[int, ...]:
     """Return the numbers of stages per rank to try.
 
-    They are the one number that the flags ask for. Otherwise they are 1, 2 and 4, as far as the
+    If the flags ask for a number, it is the only one. Otherwise they are 1, 2 and 4, as far as the
     layers fill the stages.
     """
     if asked := chunks_of(config):
@@ -258,10 +258,11 @@ def given_costs(config: Config) -> Costs | None:
 
 
 def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
-    """Return the costs in --pipeline-costs without their values for multi-token prediction depths.
+    """Return the costs in --pipeline-costs without the values for multi-token prediction.
 
     Args:
-        costs: the costs in the file. Their lists have the stages first, then the depths.
+        costs: the costs in the file. A list has the stages first, then the modules of multi-token
+            prediction.
         place: the placement of the stages.
     Raises: ConfigError if `costs` is for other stages or ranks.
     """
@@ -278,7 +279,7 @@ def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
 
 
 def ranks_of_depths(config: Config, place: Placement) -> tuple[tuple[int, ...], ...]:
-    """Return the choices for the ranks of the depths of multi-token prediction.
+    """Return the choices for the ranks of the modules (depths) of multi-token prediction.
 
     Each choice lists a rank for each depth: with two depths, ((3, 3), (2, 3)) has two choices.
     There are several only for the layout `auto`.

@@ -68,10 +68,10 @@ def whole_parameter(config: Config) -> Stored:
 
 
 def bytes_at_peak(plan: Plan, config: Config) -> list[dict[str, float]]:
-    """Return the bytes of each rank at its peak by what they are for; they add up to the peak.
+    """Return, for each rank, {use: bytes at the rank's peak of memory}, which add up to the peak.
 
-    Keys: weights, gradients, optimizer, activations, and gathered for the weights and gradients
-    that are gathered, with buffers of CUDA graphs.
+    The uses are "weights", "gradients", "optimizer", "activations" and "gathered": the gathered
+    weights and gradients, with buffers of CUDA graphs.
     """
     of_parameter = (
         bytes_of_parameter(config, plan.own.values())[1],

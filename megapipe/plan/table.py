@@ -180,7 +180,7 @@ def _split_lines(plan: Plan) -> list[str]:
 
 
 def _holds(span: LayerSpan) -> str:
-    """Return a stage's parts other than layers, as words: embedding, loss, mtp; "-" for none."""
+    """Return what a stage has besides layers, in words: embedding, loss, mtp; "-" for nothing."""
     if span.depth:
         return f"mtp {span.depth} loss"
     return " ".join(["embedding"] * span.embedding + ["loss"] * span.loss) or "-"

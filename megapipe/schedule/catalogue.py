@@ -91,8 +91,8 @@ def entry_of(name: str) -> Entry:
 def own_entry(name: str) -> Entry:
     """Return the description of a user's schedule.
 
-    It says what the table shows: its placement, its chunks, and whether the backward is split. The
-    table of a function is the one for 4 ranks and 8 microbatches.
+    The placement, the chunks and whether the backward is split are read from the schedule's table.
+    A function is called with 4 ranks and 8 microbatches to get its table.
 
     Args:
         name: a .json or .csv file, FILE.py:NAME or MODULE:NAME.

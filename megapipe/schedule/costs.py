@@ -101,7 +101,8 @@ class Costs(FamilyCosts, CoreCosts):
 
     The fields are those in `CoreCosts` and in the costs of each family of passes. Methods compute
     the time of a pass, pair or message (`durations`, `of_step`, `lag`) and memory (`memory`).
-    `of_slice` and `of_positions` return costs of a part, and `by_stage` a field for each stage.
+    `of_slice` returns the costs of one slice, `of_positions` the costs of the first stages, and
+    `by_stage` one field as a value for each stage.
 
     Raises: ScheduleError for a number that is negative, NaN, or so large that sums may overflow.
     """
@@ -136,7 +137,7 @@ class Costs(FamilyCosts, CoreCosts):
     def of_positions(self, count: int) -> Costs:
         """Return the costs with tuples cut to their first `count` values, one for each stage.
 
-        They are the costs without depths of multi-token prediction, which are the last stages.
+        This leaves out the last stages, which are the modules of multi-token prediction.
         """
         lists = {}
         for name, value in vars(self).items():

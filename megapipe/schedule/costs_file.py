@@ -46,7 +46,7 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
     Args:
         given: the parsed JSON.
         path: names the file in errors.
-    Raises: ScheduleError as `load_costs`.
+    Raises: ScheduleError for a field that costs do not have, or for a wrong value.
     """
     if not isinstance(given, dict):
         raise ScheduleError(

@@ -170,7 +170,8 @@ def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
     The forwards of a stage are divided into windows, each as long as the stage has microbatches in
     flight at most. The first n of each window are chosen, as Megatron-LM does with
     max_outstanding_backprops. With 3 in flight and n = 1, of microbatches 0 to 5 these are 0 and 3.
-    Slices have their number through all microbatches, see `Schedule.number`.
+    Slices are numbered through all microbatches: of 4 slices each, slice 1 of microbatch 2 is
+    number 9.
     """
     stages = schedule.placement.num_stages
     begun: list[list[int]] = [[] for _ in range(stages)]

@@ -34,10 +34,10 @@ EXCLUDED = (
 
 
 class Refused(ScheduleError):
-    """An error in one part of a recipe, such as its pairs or sharding: no such table can be made.
+    """An error in one setting of a table, such as its overlapped pairs or sharding.
 
     Attributes:
-        part: the name of the field of `Recipe`.
+        part: the name of the setting, a field of `Recipe`.
     """
 
     def __init__(self, part: str, error: ScheduleError) -> None:
@@ -58,9 +58,9 @@ class Terms(Protocol):
         ...
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
-        """Return the limit on each rank's activation; None for no limit.
+        """Return the limit on each rank's activation for this table; None for no limit.
 
-        It is in the unit of the costs.
+        The limits are in the unit of the costs.
         """
         ...
 
@@ -110,7 +110,7 @@ class Pairing:
     def linked(self, costs: Costs) -> Costs:
         """Return the costs in which `share` of F and B is communication.
 
-        They are unchanged if they already give a communication or the time of a pair.
+        Costs that already have communication or the time of a pair are returned unchanged.
         """
         # Measured costs say more than a share that a flag guesses.
         named = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
@@ -141,7 +141,7 @@ class Search:
             to its last end).
         effort: about the seconds of one core to spend.
         seconds: CPU seconds of this process after which the search ends early.
-        progress: called with the fraction of the effort spent, 0 to 1.
+        progress: called with the fraction of the effort spent, 0 to 1; None to call nothing.
     """
 
     placements: tuple[Placement, ...]

@@ -113,8 +113,6 @@ class Need(NamedTuple):
 class Traits:
     """The properties of a kind of pass, as simulation, verification and pictures use them.
 
-    Each kind runs on one stream.
-
     Attributes:
         meaning: the kind in words, for legends.
         colour: #rrggbb in pictures.
@@ -132,7 +130,7 @@ class Traits:
             `evaluates` too.
         posted: it starts only after the compute pass before it in the row, even if its own stream
             is free earlier.
-        further: may also belong to the training step after the last one of its table.
+        further: the pass may belong to the step that follows the table's last training step.
         border: no message is in flight while it runs, because the passes before it may have to run
             again.
     """
@@ -242,10 +240,11 @@ class Kind(StrEnum):
     For each microbatch with offload or recomputation: O copies its activations to the host. L
     copies them back, R recomputes them.
 
-    For a run of passes of one stage, as often as the table says: AF and AB gather its weights over
-    data parallelism. They carry the number of the first pass of the run, which is a forward for AF
-    and any other pass for AB. RS reduce-scatters all gradients accumulated since the previous RS,
-    and carries the number of the last pass that added to them. See `families.sharding.runs`.
+    For consecutive passes of one stage (a run), as often as the table says: AF and AB gather the
+    stage's weights over data parallelism. They carry the number of the first pass of the run, which
+    is a forward for AF and any other pass for AB. RS reduce-scatters all gradients accumulated
+    since the previous RS, and carries the number of the last pass that added to them. See
+    `families.sharding.runs`.
 
     The properties of a kind are its `traits`.
     """

@@ -80,7 +80,7 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
 
 def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
-    """Return each rank's program as `lower` does, without simulating the schedule again.
+    """Return each rank's program as `lower` does, given the simulated times.
 
     Args:
         clock: start and end of every step of the schedule, from `run_clock`.

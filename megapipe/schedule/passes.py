@@ -19,7 +19,7 @@ from megapipe.schedule.placement import Placement as Placement
 
 
 class Pass(NamedTuple):
-    """One microbatch, or one slice of it, going through one stage once.
+    """One pass of a table: one microbatch, or one slice of it, going through one stage once.
 
     A pass prints as stage, kind, microbatch: `2F0`, `1BW3`, and `2F0.1` for its slice 1. `of` is
     its label in pictures.
@@ -194,9 +194,9 @@ class Schedule:
 
     @property
     def parts(self) -> set[Part]:
-        """Return the parts of a microbatch that the table's passes compute, see `part`.
+        """Return every value of `part` for the table's passes, but None.
 
-        None, for a whole microbatch, is left out.
+        The result is empty if microbatches are not cut into slices.
         """
         return {
             (n, document.start, document.stop)
@@ -320,7 +320,7 @@ def unpaired(schedule: Schedule, keep: Callable[[Step], bool] = lambda step: Fal
     """Return the table with the two passes of each overlapped pair one after the other.
 
     Args:
-        keep: takes a pair and returns whether it remains one.
+        keep: takes the two passes of a pair, and returns whether they stay together.
     """
     return schedule.map(lambda step: (step,) if keep(step) else ((x,) for x in step))
 

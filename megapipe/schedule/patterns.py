@@ -334,7 +334,7 @@ def made(
     memory: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Return the table of a schedule as `make` does, but do not verify it.
+    """Return the table of a schedule, not verified yet.
 
     Args:
         name: the table's name, also in errors.

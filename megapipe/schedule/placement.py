@@ -38,9 +38,9 @@ class Placement:
         chain: number of stages in each chain, depths included.
         vocabulary: each rank holds an equal share of the rows of embedding and head. A rank with
             stages in two chains holds one share for each of the two.
-        depths: number of depths of multi-token prediction. They are the last stages of each chain,
-            after the stage with the main loss. Depth 1 takes the output of that stage, depth 2
-            takes the output of depth 1, and so on. Any rank may have any depth.
+        depths: number of depths of multi-token prediction (MTP modules). They are the last stages
+            of each chain, after the stage with the main loss. Depth 1 takes the output of that
+            stage, depth 2 takes the output of depth 1, and so on. Any rank may have any depth.
     """
 
     rank_of: tuple[int, ...]
@@ -74,7 +74,7 @@ class Placement:
         return replace(self, rank_of=tuple(rank_of), chain=self.main, depths=0)
 
     def with_depths(self, ranks: Sequence[int]) -> Placement:
-        """Return the placement with one depth of multi-token prediction on each of these ranks.
+        """Return the placement with stages for multi-token prediction (depths) on these ranks.
 
         The depths follow the other stages of each chain, a copy of the model. In DualPipe the
         second chain has its depths on the mirrored ranks.
@@ -96,7 +96,7 @@ class Placement:
         return replace(self, rank_of=tuple(rank_of), chain=self.chain + depths, depths=depths)
 
     def position(self, stage: int) -> int:
-        """Return which part of the model this stage holds, 0..chain-1."""
+        """Return the position of a stage in its copy of the model, 0 to chain - 1."""
         return stage % self.chain
 
     def is_first(self, stage: int) -> bool:
@@ -150,7 +150,7 @@ class Placement:
     def meant(self, stage: int, where: Where) -> tuple[int, ...]:
         """Return the stages that `where` names for a pass of `stage`.
 
-        PREV names the stage before it.
+        For example, Where.PREV names the stage before `stage`.
         """
         first = stage - self.position(stage)
         if where is Where.SHARES:
@@ -176,9 +176,9 @@ class Placement:
     def shares(self, stage: int) -> tuple[int, ...]:
         """Return the stages that hold the shares of the vocabulary for one copy of the model.
 
-        They are of the copy of the model that has `stage`. A rank's share is an equal part of the
-        rows of embedding and head, on the rank's first stage of that copy. The stages are in
-        ascending order. The result is () if the vocabulary is not shared over the ranks.
+        A share is an equal part of the rows of embedding and head. Each rank has one, on its first
+        stage of the copy of the model that has `stage`. The stages are in ascending order. The
+        result is () if the vocabulary is not shared over the ranks.
         """
         return self._shares[stage // self.chain]
 

@@ -53,13 +53,13 @@ _PLAIN = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 
 @dataclass(frozen=True)
 class Built:
-    """A finished table, with the tables that came before it on the way.
+    """A finished table, with the tables from which it was made step by step.
 
     Attributes:
         recipe: the recipe of the table.
         table: the result.
         plain: the table before passes of offload and sharding were added.
-        chain: the table with its overlapped pairs, before depths and shared vocabulary were added.
+        chain: the table before multi-token prediction and a shared vocabulary were added.
     """
 
     recipe: Recipe
@@ -87,9 +87,9 @@ class Recipe:
         cuts: lengths of the slices of a microbatch; () for no slices.
         documents: slices that begin a document, as in `Schedule.documents`.
         room_of_slices: limit on a rank's activation; up to it, forwards of slices may come early.
-        pairs: True keeps the order's overlapped pairs, False separates them, a Pairing chooses
-            anew.
-        depths: the rank of each depth of multi-token prediction.
+        pairs: True keeps the order's overlapped pairs of passes, False separates them, a Pairing
+            chooses new ones.
+        depths: the rank of each module of multi-token prediction.
         vocabulary: each rank holds an equal share of the rows of embedding and head.
         offload, sharding, step: the settings of these families; None for none of their passes.
         replicas: each stage's state is copied to a peer once a step.
@@ -118,7 +118,7 @@ class Recipe:
     lenient: bool = False
 
     def problems(self, flags: Mapping[str, str]) -> Iterator[str]:
-        """Yield a sentence for every two parts of the recipe that exclude each other.
+        """Yield a sentence for every two fields of the recipe that exclude each other.
 
         Args:
             flags: {field of this class: the flag that the sentence names}.
@@ -138,7 +138,7 @@ class Recipe:
                 yield why.format(flags.get(first, first), flags.get(second, second))
 
     def build(self, terms: Terms) -> Built:
-        """Return the table with all parts but `step` and `replicas`, which `around` adds.
+        """Return the table without `step` and `replicas`, whose passes `around` adds.
 
         Raises: Refused, which names the field, or ScheduleError for the order itself.
         """
@@ -146,9 +146,9 @@ class Recipe:
         return self.finish(self.with_ends(chain, terms), terms, chain)
 
     def whole(self, costs: Costs = UNIT, memory: float | None = None) -> Schedule:
-        """Return the table with all parts, including `step` and `replicas`, under fixed costs.
+        """Return the table of all fields, including `step` and `replicas`, under fixed costs.
 
-        `memory` limits a rank's activation; None for no limit. Errors are as in `build`.
+        `memory` limits a rank's activation; None for no limit. It raises what `build` raises.
         """
         recipe = self
         # A search without settings has the catalogue's, and searches under these costs.
@@ -167,21 +167,21 @@ class Recipe:
     def chain(self, terms: Terms) -> Schedule:
         """Return the table that `order` names, of the main model's forwards and backwards alone.
 
-        Pairs are the order's own, if any, and multi-token prediction has no passes yet. A plan
-        splits the layers by this table, and chooses pairs under the costs of that split.
+        Its overlapped pairs of passes are the order's own, if any. A plan splits the layers by this
+        table, and chooses other pairs under the costs of that split.
         """
         table = self._ordered(terms)
         return unpaired(table) if self.pairs is False else table
 
     def with_pairs(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return `chain`, the result of `chain()`, with pairs chosen if `pairs` is a Pairing.
+        """Return the table `chain` with overlapped pairs, if `pairs` says to choose them.
 
-        With depths of multi-token prediction `finish` chooses the pairs instead.
+        With multi-token prediction `finish` chooses the pairs instead.
         """
         return chain if self.depths else self._paired(chain, terms)
 
     def with_ends(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return `chain`, from `with_pairs`, with depths and passes of a shared vocabulary."""
+        """Return `chain`, of `with_pairs`, with multi-token prediction and shared vocabulary."""
         if not (self.depths or self.vocabulary):
             return chain
         place = replace(chain.placement.with_depths(self.depths), vocabulary=self.vocabulary)
@@ -194,11 +194,11 @@ class Recipe:
             return with_depths(chain, self.depths, costs, shared=shared)
 
     def finish(self, table: Schedule, terms: Terms, chain: Schedule | None = None) -> Built:
-        """Return the table with passes of offload and sharding, and with pairs if it has depths.
+        """Return the table with offload, sharding, and pairs if it has multi-token prediction.
 
         Args:
-            table: what `with_ends` returned.
-            chain: what `with_pairs` returned, for `Built.chain`.
+            table: the table that `with_ends` returned.
+            chain: the table of `with_pairs`, to keep as `Built.chain`; None keeps `table` there.
         """
         plain = self._paired(table, terms) if self.depths else table
         costs = terms.costs(plain)
@@ -286,7 +286,7 @@ class Recipe:
         return tuple(most - held for most, held in zip(room, least, strict=True))
 
     def linked(self, costs: Costs) -> Costs:
-        """Return the costs under which pairs are chosen, with communication that can hide."""
+        """Return the costs with the communication that a pair of passes can hide."""
         return self.pairs.linked(costs) if isinstance(self.pairs, Pairing) else costs
 
     def _paired(self, table: Schedule, terms: Terms) -> Schedule:
@@ -304,7 +304,7 @@ class Recipe:
         costs: Costs,
         room: tuple[float, ...] | None,
     ) -> Schedule:
-        """Return the fastest of the tables after sharding weights or gradients, within `room`.
+        """Return the fastest of the tables with the sharding `asked`, within the memory `room`.
 
         If gathered weights leave too little memory, activations are offloaded or recomputed.
         """
@@ -333,7 +333,7 @@ class Recipe:
         costs: Costs,
         room: tuple[float, ...] | None,
     ) -> Schedule:
-        """Return the first table, or the fastest for "fits", with offload or recomputation."""
+        """Return the first table, or the fastest for "fits", with the offload `asked`."""
         plain, *_ = tables
         if asked.when == "needed":
             if room is None or plain.kinds & MOVES:
@@ -355,14 +355,14 @@ def _built(
     options: tuple[tuple[str, Any], ...],
     costs: Costs | None,
 ) -> Schedule:
-    """Return a verified table of the catalogue, cached: a launch builds the same one repeatedly."""
+    """Return a verified table, cached: a launch makes the same one repeatedly."""
     return build(order, ranks, microbatches, chunks=chunks, costs=costs, **dict(options))
 
 
 def _fitted(
     asked: Offload, tables: Sequence[Schedule], costs: Costs, room: float | tuple[float, ...]
 ) -> Schedule:
-    """Return the fastest of the tables, with offload or recomputation, that fits `room`."""
+    """Return the fastest of the tables with the offload `asked`, within the memory `room`."""
     return solve(tables, costs, room, tries=asked.tries, most=asked.most).schedule
 
 
@@ -393,7 +393,7 @@ def _where_needed(
 
 @contextmanager
 def _naming(part: str) -> Iterator[None]:
-    """Turn a ScheduleError within the block into a Refused that names this part of the recipe."""
+    """Turn a ScheduleError within the block into a Refused with the recipe's field `part`."""
     try:
         yield
     except ScheduleError as error:

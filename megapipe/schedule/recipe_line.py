@@ -24,12 +24,12 @@ def to_line(recipe: Recipe) -> str:
 
 
 def parts_line(recipe: Recipe) -> str:
-    """Return the flags of `show` and `compare` for depths, offload and other additions."""
+    """Return the flags of `schedules show` for what a recipe adds to its order, such as offload."""
     return shlex.join(_parts(recipe))
 
 
 def _words(recipe: Recipe) -> Iterator[str]:
-    """Yield the words of the shell line for the order, its numbers, slices and pairs."""
+    """Yield the words of the shell line for a recipe's order, size, slices and pairs."""
     yield recipe.order
     # A file has its own ranks and microbatches, and `show` refuses them next to it.
     if not is_file(recipe.order):
@@ -57,7 +57,7 @@ def _words(recipe: Recipe) -> Iterator[str]:
 
 
 def _parts(recipe: Recipe) -> Iterator[str]:
-    """Yield the words of the shell line for depths, vocabulary, offload, sharding and the step."""
+    """Yield the flags for what a recipe adds: multi-token prediction, offload, sharding."""
     # In the order in which a recipe applies them, so that the line reads as the table is made.
     if recipe.depths:
         yield from ("--depths", _numbers(recipe.depths))

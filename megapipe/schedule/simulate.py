@@ -27,7 +27,7 @@ from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 class Timeline:
     """The simulated times and memory of a schedule, in the units of the costs.
 
-    `period`, `bubble`, `idle` and `peak` summarise them for each rank or in one number.
+    `period` is the largest `span`. `idle` and `peak` are each rank's idle time and activation.
 
     Attributes:
         start, end: times of every pass; both passes of an overlapped pair have the pair's times.

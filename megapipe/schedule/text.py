@@ -63,8 +63,8 @@ def to_json(schedule: Schedule, costs: Costs | None = None, recipe: str | None =
     """Return the table as JSON, one line for each rank.
 
     Args:
-        costs: also write these costs, the makespan and the start of each step under them.
-        recipe: also write this text: arguments of `schedules show` that reproduce the table.
+        costs: also write these costs, the makespan and each step's start; None for the order alone.
+        recipe: also write this text, the arguments of `schedules show` for this table, if not None.
     """
     place = schedule.placement
     head: dict[str, Any] = {
@@ -186,8 +186,8 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
 def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
     """Read a table from CSV text and verify it.
 
-    Its letters are this package's or torch's. Placement and number of microbatches follow from the
-    passes. Torch's cells for sends, receives and shards are skipped.
+    Names of passes may be this package's or torch.distributed.pipelining's. Placement and number of
+    microbatches follow from the passes. Torch's cells for sends, receives and shards are skipped.
 
     Args:
         source: file name, for errors. Without its folder it becomes the schedule's name.
@@ -258,7 +258,7 @@ def _cut_off(schedule: Schedule) -> Iterator[str]:
 
 
 def _is_torch(rows: list[list[str]]) -> bool:
-    """Return whether cells have torch's letters: I (torch's B), or B (torch's BW) without W, BW."""
+    """Return whether rows of CSV use torch's names of passes: I for B, and B for BW."""
     found = {match[2] for row in rows for cell in row for match in _PASS.finditer(cell)}
     return "I" in found or ("B" in found and not found & {"W", "BW"})
 

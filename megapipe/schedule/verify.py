@@ -189,10 +189,10 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 
 
 def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each stage that reads microbatches in another order than others do.
+    """Yield a sentence for each stage that reads microbatches in another order than other stages.
 
-    Inputs and labels come from iterators on different ranks. Each returns its next microbatch, so
-    all must be read in one order. `seen` is {pass: index of its step in its row}.
+    The first stage reads inputs, the last one labels, from iterators on different ranks. So all
+    must read in one order. `seen` is {pass: index of its step in the rank's row}.
     """
     place = schedule.placement
     orders: dict[tuple[Kind, int], list[Pass]] = {}
@@ -224,13 +224,16 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
 def _of_stages(seen: dict[Pass, int]) -> list[tuple[Kind, int]]:
     """Return the sorted (kind, training step) of all passes that run once per step and stage.
 
-    They are the passes of whole stages, such as the update. `seen` has passes as keys.
+    Such a pass is the update of a stage. The keys of `seen` are all passes of the table.
     """
     return sorted({(item.kind, item.microbatch) for item in seen if item.kind.traits.per_stage})
 
 
 def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each stage that lacks a pass that other stages run once per step."""
+    """Yield a sentence for each stage that lacks a pass which other stages run once per step.
+
+    The keys of `seen` are all passes of the table.
+    """
     # A table may have none of a kind. The run then does that after the table, such as the update.
     place = schedule.placement
     for kind, number in _of_stages(seen):
@@ -317,7 +320,7 @@ def _memory_problems(
 
 
 def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield a sentence for each two ranks that order the messages between them differently."""
+    """Yield a sentence for each sender and receiver with different orders of their messages."""
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
     for rank, program in enumerate(programs):

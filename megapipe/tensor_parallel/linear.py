@@ -35,10 +35,9 @@ from megapipe.tensor_parallel.weight_grad import (
 class _Linear(torch.autograd.Function):
     """closes(opens(x) W^T + b), where opens and closes are the collectives at the region's edges.
 
-    Tensors are saved outside of the edges, where they are smaller. Under sequence parallelism this
-    is x before its all-gather and, until the W pass, the output's gradient before its all-gather.
-    Each is gathered again when it is used. The memory is 1/t; the cost is one more all-gather for
-    each layer and microbatch, two under a B/W split.
+    Under sequence parallelism, x and (until the W pass) the output's gradient are saved before
+    their all-gathers, where they have 1/t of the size. Each is gathered again when it is used. The
+    cost is one more all-gather for each layer and microbatch, two under a B/W split.
     """
 
     @staticmethod

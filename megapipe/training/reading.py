@@ -118,7 +118,7 @@ class Reading:
         Args:
             config: has the batch size.
             dataset: the samples.
-            wraps: begin again at the first sample after the last one.
+            wraps: start the data over when it ends. False: it ends.
         """
         # Ranks between the ends of a pipeline read nothing and start no threads.
         if not self.looks:

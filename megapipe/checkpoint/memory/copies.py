@@ -278,9 +278,9 @@ class Copies:
         slots.remove(self._folder)
 
     def _places(self, stage: int) -> list[tuple[Tensor, Tensor]]:
-        """Return (its bytes in shared memory, the tensor) for each tensor of a stage.
+        """Return (bytes in shared memory, tensor) for each tensor of one of this rank's stages.
 
-        The bytes are in the slot that is written or was loaded last.
+        The bytes are a view of the copy that `begin` writes, or that `load` reads.
         """
         data = self._slots[self.name][self._slot].data
         at = size_of(self._state[:stage])

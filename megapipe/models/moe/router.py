@@ -289,9 +289,10 @@ class Router(nn.Module):
 
         Args:
             kind: the loss, a key of `LOGGED`.
-            sums, counts: [rows, E], this slice's sums of scores and numbers of choices.
-        Returns: (load, total). After the last slice, load() returns the counts of all slices. total
-            is the sum of all slices' scores at the last slice, None at an earlier one.
+            sums, counts: [1, E], or [sequences, E] for a loss of each sequence: the slice's sums of
+                scores, and how often each expert was chosen.
+        Returns: (load, total). load() returns the counts of all slices, once all have run. total is
+            the sum of all slices' scores; None before the last slice.
         """
         name = (self.layer, kind)
         prefix = stream.prefix

@@ -86,7 +86,7 @@ class _Engine(NamedTuple):
 class Step:
     """A function that runs one rank's step, called as Megatron calls its forward_backward_func.
 
-    Keywords that are not described here are as in request.Request.
+    Keywords that are not described here have the meaning of the fields of request.Request.
 
     Keywords:
         first_val_step: whether this is the first step of an evaluation; None counts as True. In
@@ -103,10 +103,10 @@ class Step:
         consumed_microbatches: number of microbatches that this rank has trained on before. It seeds
             our layers' random numbers. By default the steps on this mesh are counted. Give it after
             a resume, when that count begins at 0.
-        force_all_reduce, pg_collection: passed on to config.finalize_model_grads_func; the mesh's
-            groups if None.
-        ours: further fields of request.Request, such as stream, loss_scale and
-            calculate_per_token_loss. The last two default to config.grad_scale_func and
+        force_all_reduce: passed on to config.finalize_model_grads_func, together with pg_collection
+            (the mesh's groups if None).
+        stream, loss_scale, calculate_per_token_loss: fields of request.Request that Megatron does
+            not have. The last two default to config.grad_scale_func and
             config.calculate_per_token_loss.
     Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss;
         else []. Without loss_func, which only forward_only allows, the outputs.

@@ -122,8 +122,8 @@ class Copies(OfPlan):
     def changes(self, plan: Plan) -> list[str]:
         """Return lines for the user on which activations are offloaded or recomputed, and why.
 
-        They also give memory and time of each rank. The list is empty for a table that copies and
-        recomputes nothing.
+        The lines also give memory and time of each rank. The list is empty if nothing is offloaded
+        or recomputed.
         """
         if not plan.schedule.kinds & MOVES:
             return []

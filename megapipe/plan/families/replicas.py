@@ -17,7 +17,8 @@ from megapipe.schedule.simulate import simulate
 class Replicas(OfPlan):
     """The copies of each rank's state on peers, as an optional part of a plan.
 
-    `priced` adds their time to the costs, and `summary` says what they cost and protect from.
+    `priced` adds the time of the copies to the costs. `summary` returns a line on what the copies
+    cost and which failures they survive.
 
     Attributes:
         config: the configuration of the run.
@@ -26,9 +27,9 @@ class Replicas(OfPlan):
     config: Config
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-        """Return the costs with the time of a copy added.
+        """Return the costs with the time of copying a rank's state to its peers.
 
-        Ranks whose states are equal anyway send nothing.
+        Data-parallel replicas with equal states send nothing.
 
         Args:
             costs: the costs of the plan's stages so far.
@@ -79,9 +80,10 @@ class Replicas(OfPlan):
 
 
 def most_in_a_set(config: Config) -> int:
-    """Return the largest number of ranks that keep each other's states.
+    """Return the size of the largest group of ranks that keep copies of each other's states.
 
-    The last set of ranks is larger than the others if they do not divide the world.
+    Groups have --replication-factor ranks. If that does not divide the number of ranks, the last
+    group is larger.
     """
     world = config.world_size
     factor = config.checkpoint.replication_factor

@@ -154,10 +154,10 @@ class _Own(NamedTuple):
 
 
 def _own_stages(plan: Plan) -> _Own:
-    """Return the parameters of each stage that are sharded and have to be gathered.
+    """Return how many parameters each stage has to be sharded and gathered.
 
-    The rows of a vocabulary that is split over the pipeline are never sharded. If a rank has both
-    embedding and head, their tied weight counts once.
+    Rows of a vocabulary that is split over the pipeline are never sharded, so they do not count.
+    The tied weight of a rank with both embedding and head counts once.
     """
     place = plan.schedule.placement
     works: list[Work] = list(plan.works[: place.chain])

@@ -106,7 +106,7 @@ def _sinks(model: ModelConfig) -> int:
 
 
 def _by_blocks(model: ModelConfig, load: Load) -> bool:
-    """Return whether attention is computed block by block of keys."""
+    """Return whether attention is computed with one block of keys after another."""
     return load.meets or model.attention_dropout > 0 or model.needs_blocks
 
 

@@ -45,7 +45,7 @@ class Load:
         ep: number of expert-parallel ranks.
         etp: number of ranks that split each expert.
         modules: names of modules whose activations may be copied to the host.
-        gathers: ranks that gather weights in eight bits.
+        gathers: numbers of ranks from which weights are gathered in eight bits.
     """
 
     seq: int
@@ -80,8 +80,8 @@ class Load:
     ) -> dict[str, Any]:
         """Return the fields "scores_f", "scores_b" and "keys" of `Work` as {field: value}.
 
-        They are for microbatches that are cut into slices of the sequence. Later slices attend to
-        more tokens, so they cost more.
+        These fields price slices of the sequence: later slices attend to more tokens, so they cost
+        more.
 
         Args:
             scores: FLOPs of attention's products in forward.

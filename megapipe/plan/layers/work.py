@@ -12,10 +12,9 @@ from megapipe.plan.layers.load import Load
 class Work:
     """The work and memory of one microbatch in a piece of the model.
 
-    A piece is an embedding, a layer, a head, or a stage of these. The works of several pieces can
-    be added. `part` divides by a number of ranks, `in_fp8` adds quantised weights, and `time` sums
-    the passes. Bytes are counted on one rank, FLOPs and parameters over all ranks that split the
-    piece.
+    A piece is an embedding, a layer, a head, or a stage of these. Two works can be added. `part`
+    divides by a number of ranks, `in_fp8` adds quantised weights, and `time` is f + b + w. Bytes
+    are counted on one rank, FLOPs and parameters over all ranks that split the piece.
 
     Attributes:
         f: the forward, in FLOPs or any unit of time.

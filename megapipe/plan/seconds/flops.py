@@ -14,7 +14,7 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     attention and in multi-token prediction.
 
     Args:
-        model: the model; each layer counts with its overrides, see plan.pieces.
+        model: the model; each layer counts with its own overrides.
         seq_length: tokens per sequence.
     """
     work = pieces(model, seq_length)

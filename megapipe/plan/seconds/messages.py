@@ -134,8 +134,9 @@ def by_cause(
 def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -> float:
     """Return the seconds of ring collectives over ranks with copies of the same weights.
 
-    There are several rings. Each runs through all ranks of a node before it leaves the node by its
-    own network card. So with k of the ranks on a node, each network card sends 1/k of the bytes.
+    There are several rings, as in NCCL. Each runs through all ranks of a node before it leaves the
+    node by a network card of its own. So with k ranks on a node, each network card sends 1/k of the
+    bytes.
 
     Args:
         sent: bytes that each rank sends, summed over all `calls`.
@@ -153,7 +154,7 @@ def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -
 def _stage_extent(config: Config) -> int:
     """Return the number of devices from a rank of one stage to its peer in the next stage.
 
-    It decides whether a message between stages stays within a node.
+    This distance decides whether a message between stages stays within a node.
     """
     par = config.parallel
     extent = par.context_parallel_size * par.tensor_model_parallel_size

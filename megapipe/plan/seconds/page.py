@@ -74,10 +74,10 @@ def page(plan: Plan, config: Config, device: Device) -> str:
 
 
 def predicted(plan: Plan, config: Config, device: Device) -> dict[str, Any] | None:
-    """Return the numbers of `numbers` for a plan.
+    """Return the predicted speed of a plan, as `numbers` does: {name: number}.
 
-    Returns None if --pipeline-costs gave the times of its passes. They have an unknown unit, which
-    no speed of a device turns into seconds.
+    Returns None if --pipeline-costs gave the times of the passes, because these have an unknown
+    unit.
     """
     if plan.given is not None:
         return None

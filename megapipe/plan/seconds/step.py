@@ -36,11 +36,13 @@ A run chooses by its own table.
 class Timed:
     """A plan with the predicted seconds of its step.
 
-    `layout` returns the sizes of its parallelism, `moves` whether it offloads, and `passes` the
-    seconds before the reduction of gradients.
+    `layout` returns the sizes of the plan's parallelism, `moves` whether it offloads activations,
+    and `passes` the seconds before the reduction of gradients.
 
     Attributes:
-        schedule: the name of its schedule.
+        config: the configuration.
+        plan: the plan.
+        schedule: the name of the plan's schedule.
         step: seconds of a step.
         peak: bytes of memory on the rank that needs most.
         parts: {cause, such as "bubble": its seconds of a step}. The rest of the step is the work of

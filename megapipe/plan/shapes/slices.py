@@ -94,8 +94,8 @@ def cuts_of(config: Config) -> tuple[int, ...]:
 def own_slices(config: Config) -> tuple[tuple[str, int], ...]:
     """Return (("slices", number),) for a schedule that always cuts microbatches into slices.
 
-    It is () for other schedules, and without --pipeline-slices. The function that makes the table
-    takes it as an argument, such as slices=4.
+    The function that makes the table takes it as an argument, such as slices=4. The result is ()
+    for other schedules, and without --pipeline-slices.
     """
     count = number_of(config)
     if count is None or _of_slices(config) is None:

@@ -45,7 +45,7 @@ def lower_bound(
 ) -> float:
     """Return a lower bound of the makespan or period of any schedule of one copy of the model.
 
-    A table with overlapped pairs may be faster than the bound, see `bound_of_any`.
+    A table with overlapped pairs (two passes at once) may be faster, see `bound_of_any`.
 
     Take uniform stages on p ranks, m >= 2p microbatches, messages that take no time, and a memory
     limit of p microbatches. With one chunk on each rank the bound is then
@@ -57,7 +57,7 @@ def lower_bound(
     Args:
         memory: limit of all ranks, or one for each, in the unit of the costs.
         objective: "makespan" or "period" (longest time from a rank's first start to its last end).
-        overheads: SPLIT for tables with split backwards only, WHOLE if some are fused.
+        overheads: how often F, B, W pay costs.overhead. SPLIT if no backward is fused, else WHOLE.
     Returns: a time in the unit of the costs.
     """
     ranks = placement.num_ranks
@@ -124,7 +124,7 @@ def bound_of_any(
     memory: float | tuple[float, ...],
     objective: str,
 ) -> float:
-    """Return a lower bound for schedules with split or fused backwards and overlapped pairs.
+    """Return a lower bound that also holds for schedules with fused backwards and overlapped pairs.
 
     Args:
         memory: limit of all ranks, or one for each, in the unit of the costs.
@@ -152,7 +152,7 @@ def bound_of_any(
 def _beside_backwards(costs: Costs) -> Costs:
     """Return the costs with f reduced to what a forward adds to the time of a backward in a pair.
 
-    It is fb - b - w, or 0 if communication may hide more. Costs without fb are unchanged.
+    f becomes fb - b - w, or 0 if communication may hide more. Costs without fb are unchanged.
     """
     if costs.fb is None:
         return costs
@@ -208,7 +208,7 @@ def _most(
 def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
     """Return a lower bound on the makespan of any table with the schedule's placement.
 
-    It also holds for tables without overlapped pairs.
+    It holds for tables with and without overlapped pairs of passes.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs.

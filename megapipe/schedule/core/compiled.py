@@ -64,6 +64,7 @@ def given_to_c(of: Problem, rows: list[int]) -> _Problem:
     Its memory limits are multiplied by 1 + 1e-9, so that rounding does not exceed them.
 
     Args:
+        of: the placement, its costs and memory limits as lists of numbers.
         rows: where each rank's row begins in one array of all rows, then the length of the array:
             [0, 6, 12] for two ranks with six passes each.
     """

@@ -93,7 +93,7 @@ def _shorter(costs: Costs, times: int) -> Costs:
     Only attention_f, attention_b and attention_w are set in them; all other fields have defaults.
 
     Args:
-        times: how many times as short the sequence is.
+        times: the shorter sequence has 1/times of the length.
     """
     # A token attends to 1 / times as many tokens. All other work of a token stays.
     a = attention_of_all(costs) / times

@@ -35,9 +35,10 @@ Filled = tuple[Orders, list[float]]
 
 
 def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Schedule:
-    """Return the table of least makespan: a candidate as it is, or with its W moved into waits.
+    """Return the table of least makespan among candidates, and candidates with W moved into waits.
 
-    Among equal tables the first candidate is taken.
+    A W (weight gradient) can be moved to where its rank would wait. Among equal tables the first
+    candidate is taken.
 
     Args:
         candidates: tables with split backwards and one placement that hold at most `memory`.
@@ -102,7 +103,7 @@ def fill_weights(problem: Problem, orders: Orders, overrun: float) -> Filled | N
     """Return (orders with W, end of every pass), with W where a rank waits or lacks memory.
 
     Args:
-        orders: each rank's F and B, without W. The oldest pending W of a rank runs first.
+        orders: each rank's F and B of `problem`. The oldest pending W of a rank runs first.
         overrun: a W may extend beyond the wait in which it starts by this fraction of its own time.
     Returns: None if the order deadlocks or exceeds a rank's memory limit.
     """

@@ -38,8 +38,8 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
 
     The forwards of a row keep their order among themselves, and so do its other passes. A forward
     may overtake other passes, so that a rank does not wait for the added passes of other ranks: F B
-    F may become F F B. Several limits on this delay, and on the number of added T and W that are
-    put off, are tried. The fastest table is returned.
+    F may become F F B. Several limits on this delay, and on the number of W and T (W of a shared
+    head) that are put off, are tried. The fastest table is returned.
 
     Args:
         table: the table without the added passes.
@@ -88,8 +88,8 @@ def activation(schedule: Schedule, costs: Costs, time: Timeline) -> tuple[float,
 class _Rank:
     """The state of one rank while passes are added to its row.
 
-    Its row has the steps that the rank has in the given table. `of` makes it from a row. `next`
-    returns the steps that may follow, `take` removes one of them.
+    `of` makes the state from the rank's row. `next` returns the steps of the row that may follow,
+    `take` removes one of them.
 
     Attributes:
         forwards: forwards left in the row.

@@ -274,8 +274,8 @@ def one_by_one(problem: Problem) -> Orders:
 def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] | None:
     """Return a rank's order of F and B, with some B moved ahead so that its memory limit is kept.
 
-    An F that does not fit the memory, even after all W so far, waits: the next B whose F has run
-    comes first.
+    If an F does not fit, although all W so far have freed their memory, the next B whose F has run
+    comes before it.
 
     Args:
         problem: the placement with its costs and memory limits.

@@ -45,15 +45,15 @@ class Piece(NamedTuple):
 
 
 def pieces(chains: Sequence[Chain]) -> list[Piece]:
-    """Return the pieces of all chains with their times, if they run on two streams.
+    """Return when each piece runs, given one stream for arithmetic and one for communication.
 
-    One stream is for arithmetic, one for communication. The piece that can start first runs first.
-    Of pieces that can start at one time, the one whose chain has most work left runs first. If a
-    chain has `turns` 0, every chain is one piece on each stream, without waits for the other
-    stream.
+    The piece that can start first runs first. Of pieces that can start at one time, the one whose
+    pass has most work left runs first. If any chain has `turns` 0 (infinitely short pieces),
+    everything overlaps: each pass is then one piece on each stream, and neither stream waits for
+    the other.
 
     Args:
-        chains: the chains of the passes of one step.
+        chains: one for each pass that runs together, in order.
     """
     played: list[Piece] = []
     free = [0.0, 0.0]

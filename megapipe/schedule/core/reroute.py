@@ -231,9 +231,9 @@ def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
 
 
 def _unordered(ranks: Joint) -> Schedule:
-    """Return the joint table. Each peer runs part of the lost rank's passes.
+    """Return the joint table. Each peer runs passes of the lost rank after its own passes.
 
-    They stand after its own passes.
+    A peer is the same pipeline rank of another replica.
 
     Raises: ScheduleError for a table with other passes than F, B, W and BW, or of several steps.
     """

@@ -36,9 +36,9 @@ def searched_slices(
 ) -> Schedule | None:
     """Return the fastest table found for a placement and slices; None if none fits the memory.
 
-    No table of the catalogue is faster. The search takes all slices as equally long, and ignores
-    that a slice waits for other slices of its microbatch. So the table that it finds may hold too
-    much. The search is then repeated with a limit that is lower by the excess.
+    No built-in schedule is faster. The search takes all slices as equally long, and ignores that a
+    slice waits for other slices of its microbatch. So the table found may exceed the memory. The
+    search is then repeated with a limit that is lower by the excess.
 
     Args:
         cuts: lengths of the slices of a microbatch.

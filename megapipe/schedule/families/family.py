@@ -82,7 +82,9 @@ class Family:
         kinds: its kinds of pass.
         problems: yields a sentence for each mistake in its passes. Its second argument is {pass:
             index of its step in its rank's row}.
-        needs: returns {(pass, result it needs with Where.RUN): the passes that produce the result}.
+        needs: returns {(pass, result): the passes that produce the result}, for needs that depend
+            on the rank's row (Where.RUN). For example, the gather that a pass needs depends on the
+            gathers before it.
         instead: returns {pass: letter} for passes that hold other memory than usual for their kind.
             A letter "r" stands for the costs field `mem_r`.
         whole: yields further changes of a rank's memory as (time, size, index of the step in its

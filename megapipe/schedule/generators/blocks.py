@@ -108,7 +108,7 @@ def v_min_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...],
 def _patterns(
     name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int
 ) -> tuple[tuple[Schedule, ...], int]:
-    """Return (two tables that repeat a building block, `memory`).
+    """Return (two tables that repeat a building block, the memory limit as given).
 
     In the first table the passes of warm-up and cool-down are moved to earlier free slots. In the
     second each rank runs, slot by slot, the first pass that can run. A slot is the time of one

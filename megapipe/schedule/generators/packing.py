@@ -186,10 +186,10 @@ class RankSlots:
         return free
 
     def _after(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return (microbatches held, W pending) after slot `first` and each later slot.
+        """Return (microbatches held, W pending) after slot `first` and after each later slot.
 
-        After slot `last`, the list ends at the first slot whose entry equals its entry in `states`:
-        from there on nothing changes.
+        The list ends after slot `last`, at the first entry that `states` has too: from there on
+        nothing changes.
         """
         held, owed = self.states[first - 1] if first else (0, 0)
         states = []

@@ -61,13 +61,12 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 4) -> Schedule:
 def _tiled(name: str, placement: Placement, microbatches: int, group: int) -> Schedule:
     """Return the table in which every rank runs its passes in the order of their time slots.
 
-    Stage s of n runs the forward of microbatch i of a group in slot s + 2i. It runs the backward in
-    slot 2n - 1 - s + 2i. The next group follows 2n slots later.
+    Microbatches run in groups. Stage s of n runs the forward of microbatch i of a group in slot s +
+    2i, and the backward in slot 2n - 1 - s + 2i. The next group follows 2n slots later.
 
     Args:
         name: name of the table.
-        group: number of microbatches of one chain that run as a group. A chain is one copy of the
-            model.
+        group: number of microbatches in a group, which all run through the same copy of the model.
     """
     n = placement.chain
     each = microbatches // placement.num_chains

@@ -80,7 +80,7 @@ def spent(row: Sequence[Ran]) -> Spent:
 
 
 def in_turn(row: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
-    """Yield the passes of a row as groups: one pass, or both passes of an overlapped pair.
+    """Yield the passes of a rank as groups: one pass, or the two passes of an overlapped pair.
 
     Args:
         row: measured passes of one rank in one step, in order.
@@ -176,7 +176,7 @@ def measured_costs(
 def _of_families(
     took: Mapping[_At, list[float]], place: Placement, counted: Costs, seconds: float
 ) -> dict[str, Any]:
-    """Return the costs of kinds other than F, B, W and BW: {field of `Costs`: seconds}.
+    """Return {field of `Costs`: seconds} for the kinds of pass other than F, B, W and BW.
 
     Args:
         took: {(kind, position of the stage in the model): measured seconds}.
@@ -211,8 +211,8 @@ def _copies(
 ) -> PerStage:
     """Return the seconds of a copy to or from the host (O or L) at each stage of the model.
 
-    It is 0.0 if there are no copies. A position without a measured copy has the time of the plan,
-    scaled by the measured copies.
+    The result is 0.0 if there are no copies. A stage without a measured copy has the time of the
+    plan, scaled by the measured copies.
 
     Args:
         took: {(kind, position of the stage in the model): measured seconds}.

@@ -51,10 +51,11 @@ def merge(
 
 
 def _process(pid: int, name: str, place: int) -> Iterator[Event]:
-    """Yield the trace events that give a process its name and its place from the top in the viewer.
+    """Yield the trace events that set a process's name and its position from the top in the viewer.
 
     Args:
         pid: the process's number in the trace.
+        place: the position, 0 for the top.
     """
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": place}}

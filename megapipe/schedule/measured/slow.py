@@ -59,7 +59,8 @@ _Key = tuple[str, int, int]
 class History:
     """The measurements so far from which slow stages and links are found.
 
-    `after` returns a new history with one more sample of each replica, and what it found.
+    A sample has the measured passes of one replica. `after` takes one more sample of each replica,
+    and returns a new history and the slow stages and links.
 
     Attributes:
         least: the least seconds measured so far. A key is ("stage" or "link", replica, position of

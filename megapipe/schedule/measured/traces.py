@@ -203,8 +203,8 @@ def _label(match: re.Match[str]) -> Pass:
 def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
     """Return the measured passes grouped into training steps.
 
-    A step ends where one of its passes would run a second time. Evaluations and interrupted steps
-    are shorter, and are left out.
+    A step ends before a pass that has already run in it. Evaluations and interrupted steps are
+    shorter, and are left out.
 
     Args:
         slices: all measured passes of a rank, in the order of their starts.
@@ -278,7 +278,7 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
 def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
     """Return measured costs in milliseconds, for each stage of one copy of the model.
 
-    They are medians over microbatches and steps.
+    Each cost is the median over microbatches and steps.
 
     Args:
         ranks: the traces of one pipeline, in rank order.

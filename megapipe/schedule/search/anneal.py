@@ -47,8 +47,8 @@ class Cooling:
     Attributes:
         steps: number of random moves to try.
         hot, cold: first and last temperature, in units of the longest pass.
-        spread: the objective is a maximum over ranks. This multiple of the mean over ranks is added
-            to it.
+        spread: this multiple of the ranks' mean time is added to the objective, which is a maximum
+            over ranks. So gains on other ranks than the slowest count too.
         until: CPU time of this process, in seconds, at which to stop.
     """
 

@@ -55,7 +55,7 @@ class Report:
             last end.
         peak: the most activation that any rank holds.
         bound: lower bound of the objective for any schedule of this placement and memory, also one
-            with fused backwards or pairs.
+            with fused backwards or overlapped pairs of passes.
         distance: objective / bound - 1.
     """
 
@@ -115,8 +115,8 @@ def _distance(took: float, bound: float) -> float:
 def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
     """Return the best schedule with a split backward that a search finds.
 
-    No schedule of the catalogue is better under the same costs, if it has one copy of the model and
-    fits memory and placement.
+    No built-in schedule with one copy of the model that fits memory and placement is better under
+    the same costs.
 
     Args:
         arguments: keyword arguments of `search`, such as placement, chunks, costs and memory.
@@ -183,7 +183,7 @@ def search_among(
 ) -> Report:
     """Search for the best schedule on placements that each have their own costs.
 
-    The costs may be those for different splits of one model.
+    For example, the placements have different splits of the layers.
 
     Args:
         candidates: the placements, with costs in the same units.
@@ -244,7 +244,7 @@ def _fitting(of: Problem, best: Timeline, until: float) -> Iterator[tuple[Schedu
 
 
 def _promising(of: Problem, best: Timeline, until: float) -> Iterator[Schedule]:
-    """Yield the catalogue's schedules that may be better than the best so far.
+    """Yield the built-in schedules that may be better than the best so far.
 
     A schedule is made for few microbatches first. Each further microbatch is then counted with the
     work of the busiest rank only. The schedule is left out if it is worse even so.
@@ -276,10 +276,12 @@ def _fits(of: Problem, time: Timeline) -> bool:
 
 
 def _worth(time: Timeline, period: bool) -> tuple[float, float]:
-    """Return (objective, sum of the ranks' peak memory), rounded; smaller is better.
+    """Return (value to minimise, sum of the ranks' peak memory), rounded.
 
     Args:
-        period: the objective is the period, not the makespan.
+        period: minimise the longest time from a rank's first start to its last end, not the
+            makespan.
+        time: the simulated schedule.
     """
     # Two orders of the same passes add the same times in different orders. Without rounding their
     # last bits would decide between them, and not the memory.

@@ -61,10 +61,10 @@ class Spending:
 class Entrant:
     """One of several schedules that are annealed, so that the best one wins.
 
-    `improved` returns it after annealing.
+    `improved` returns the entrant after one more annealing.
 
     Attributes:
-        problem: its placement, costs, memory limits and objective.
+        problem: the schedule's placement, costs, memory limits and objective.
         bound: lower bound of the objective for this placement.
         found: the schedule.
         spreads: values of `Cooling.spread` for the annealings to come, used in turn.
@@ -138,15 +138,15 @@ def contest(
 def _entrants(
     problems: list[Problem], seconds: float, of: Spending, known: Found | None
 ) -> list[Entrant]:
-    """Return the schedules to anneal: of each placement the best pattern, and other starts.
+    """Return the schedules to anneal: for each placement the best built-in one, and others.
 
-    A pattern is a schedule of the catalogue. If it is optimal, there are no other starts.
+    If the best built-in schedule is optimal, there are no others.
 
     Args:
         problems: the problem of each placement to try.
-        seconds: about the seconds to spend on starts.
+        seconds: about the seconds to spend on finding them.
         of: the limit of CPU time, and the random numbers.
-        known: the best pattern, if the caller has it and there is one problem; else None.
+        known: the best built-in schedule, if the caller has it and there is one problem; else None.
     """
     result: list[Entrant] = []
     bounds = [(_bound(x), i) for i, x in enumerate(problems)]
@@ -188,8 +188,8 @@ def _bound(x: Problem) -> float:
 def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
     """Return schedules to begin with for a large table, from a search with few microbatches.
 
-    They are the results of that search, whose middle is repeated for the other microbatches. The
-    schedule of the catalogue that is best for few microbatches is one more.
+    The middle of each result of that search is repeated for the other microbatches. The built-in
+    schedule that is best for few microbatches is one more.
 
     Args:
         full: the problem with all microbatches.

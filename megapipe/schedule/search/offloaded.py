@@ -26,9 +26,8 @@ def searched(
 ) -> Iterator[Schedule]:
     """Yield tables that fit the memory limit once most activations are offloaded or recomputed.
 
-    They come from six searches. Each assumes that a fraction of the activations, such as 5%, stays
-    on the device (mem_b). It counts all memory of a pending W (mem_w), because that is never
-    offloaded.
+    Each of six searches assumes that a fraction of the activations (mem_b), such as 5%, stays on
+    the device. All memory of a pending W (mem_w) counts, because it is never offloaded.
 
     Args:
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.

@@ -52,9 +52,12 @@ def patterns(problem: Problem) -> list[tuple[Found, str]]:
 
 
 def pattern(problem: Problem, name: str) -> list[Found]:
-    """Return both versions of one schedule of the catalogue as `patterns` does, the best first.
+    """Return a built-in schedule as it is and with W put where ranks wait, the best first.
 
-    The list is empty if the schedule does not exist for these numbers.
+    The list is empty if the schedule does not exist for these numbers, or exceeds the memory.
+
+    Args:
+        problem: placement, costs, memory limits and objective.
     """
     place = problem.placement
     chunks = place.num_stages // place.num_ranks
@@ -79,7 +82,7 @@ def _fitted(problem: Problem, schedule: Schedule) -> list[Found]:
 
 @dataclass(frozen=True)
 class Rhythm:
-    """A building block: waiting times that say when the passes of one microbatch run.
+    """A building block of a schedule: waiting times that say when the passes of a microbatch run.
 
     A *leg* is the forward or the backward of one chunk on all ranks, one after another.
 
@@ -141,6 +144,7 @@ def in_groups(
     from the last rank to the first.
 
     Args:
+        problem: placement, costs, memory limits and objective.
         tries: number of schedules to try.
         until: CPU time of this process at which to stop.
         keep: number of schedules to return.
@@ -174,9 +178,9 @@ def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
         0 1 2 3  ->  0 1 2 2' 2'' 3     2' is 2 one period later, 2'' two periods
 
     Args:
-        problem: placement, costs and limits for all microbatches.
-        small: the problem with fewer microbatches.
-        found: its schedule.
+        problem: placement, costs, memory limits and objective, for all microbatches.
+        small: the same with fewer microbatches.
+        found: the schedule of `small`.
     """
     m = problem.microbatches
     n = small.microbatches
@@ -214,7 +218,7 @@ _MIDDLE = (0.3,)
 
 
 def few(problem: Problem) -> int:
-    """Return a smaller number of microbatches, with which warm-up and cool-down are the same."""
+    """Return a smaller number of microbatches with the same warm-up and cool-down."""
     ranks = problem.placement.num_ranks
     # 1F1B fills the pipeline with p microbatches and drains it with p; a third p is the middle.
     # A large table does without, as its small contest must be short.
@@ -224,7 +228,7 @@ def few(problem: Problem) -> int:
 
 
 def is_large(problem: Problem) -> bool:
-    """Return whether a table is large: a search then tries patterns with few microbatches first."""
+    """Return whether a table is so large that schedules are tried with few microbatches first."""
     ranks = problem.placement.num_ranks
     m = problem.microbatches
     return problem.placement.num_stages * m > _LARGE and m >= few(problem) + ranks
@@ -255,7 +259,7 @@ def _sorted(problem: Problem, times: list[float]) -> Orders:
 
 
 def _unrolled(problem: Problem, block: Rhythm) -> Found | None:
-    """Return the schedule that repeats a block for every microbatch; None if it does not fit."""
+    """Return the schedule that repeats a building block; None if it exceeds the memory."""
     place = problem.placement
     m = problem.microbatches
     p = place.num_ranks
@@ -297,9 +301,10 @@ def _split(m: int, p: int, random: Random) -> list[int]:
 
 
 def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: int) -> Found | None:
-    """Return the best interleaved schedule with these groups; None if it does not fit.
+    """Return the best interleaved schedule with these groups; None if it exceeds the memory.
 
     Args:
+        problem: placement, costs, memory limits and objective.
         forward, backward: sizes of the groups of microbatches, in order.
         deeper: number of warm-up forwards that each rank has more than in 1F1B.
     """

@@ -27,7 +27,7 @@ def with_depths(
     *,
     shared: Callable[[Schedule], Iterable[Pass]] | None = None,
 ) -> Schedule:
-    """Return the table of one step with depths of multi-token prediction, one after another.
+    """Return the table of one step with modules of multi-token prediction (depths) after the loss.
 
     The second copy of the model in DualPipe has its depths on the mirrored ranks. With d depths,
     the memory limit of a rank grows by d + 1 microbatches of each of its stages.
@@ -86,11 +86,11 @@ def with_depths(
 
 
 def _passes(table: Schedule, *, split: bool) -> Iterator[Pass]:
-    """Yield the forwards and backwards of all depths and microbatches.
+    """Yield the passes of all depths (modules of multi-token prediction) and microbatches.
 
     Args:
         table: a table whose placement has the depths.
-        split: split their backwards into B and W, as the table does.
+        split: split the backwards into B and W, as the table does.
     """
     place = table.placement
     kinds = [Kind.F, Kind.BW]

@@ -104,8 +104,8 @@ def compare(
     A schedule that does not exist for these numbers has a `Refusal` that says why.
 
     1f1b always has a row, because others are compared with it. A schedule above the memory limit
-    has a row with `fits` False. zb-auto, a search, keeps to the limit, or to `ranks` if there is
-    none.
+    has a row with `fits` False. zb-auto, a search, keeps to the limit, or without one to the
+    activations of `ranks` microbatches.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
@@ -116,8 +116,8 @@ def compare(
             schedule.
         slices: how to cut microbatches into slices. Adds a row with slices for every schedule
             but zb-auto; None for no such rows.
-        parts: a recipe whose additions, such as offload and sharding, every schedule gets. Its
-            own order of passes is ignored. None for no additions.
+        parts: settings such as offload and sharding, which every schedule gets; None for none. The
+            order of passes in this `Recipe` is ignored.
     Raises: ScheduleError for an unknown name.
     """
     chosen = dict.fromkeys([PLAIN, *names])
@@ -148,7 +148,7 @@ def compare(
 
 
 def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | None) -> Schedule:
-    """Return `table` with the additions of a recipe, such as offload and sharding.
+    """Return `table` with the settings of a recipe, such as offload and sharding.
 
     If nothing fits the memory limit, the table that needs least memory is returned.
 

@@ -37,9 +37,9 @@ _STYLE = (
 def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None) -> str:
     """Return a schedule as an SVG document without scripts or fonts of its own.
 
-    Boxes are passes, grey is bubble, and an overlapped pair is one box split in two. If passes have
-    communication, two lines below each row show arithmetic and communication of its passes. Below
-    the rows is the activation of each rank over time, with its peak.
+    Boxes are passes, grey is bubble, and an overlapped pair is one box split in two. If passes
+    contain communication, two more lines for each rank show their arithmetic and their
+    communication. Below the rows is the activation of each rank over time, with its peak.
 
     Args:
         memory: a limit on a rank's activation to draw, in the unit of costs.mem_b; None for none.
@@ -117,10 +117,11 @@ def _heading(schedule: Schedule, time: Timeline, memory: float | None) -> Iterat
 
 
 def _legend(scene: Scene, names: _Names, memory: float | None) -> Iterator[str]:
-    """Yield the SVG of the legend: each kind of pass, with a coloured box per stage of a rank.
+    """Yield the SVG of the legend: each kind of pass, with a coloured box for each stage of a rank.
 
     Args:
         names: {(kind, stage): name of the style class}.
+        scene: the schedule with its simulated times.
         memory: the memory limit in the legend; None for none.
     """
     place = scene.schedule.placement
@@ -189,9 +190,9 @@ def _part(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
 
 
 def _boxes(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
-    """Yield SVG boxes for a step. A pair is split across its height, with the forward above.
+    """Yield SVG boxes for a step. Of two overlapped passes, the forward is above the backward.
 
-    A number that does not fit becomes a tooltip.
+    A box has the number of the microbatch, or a tooltip where the number does not fit.
 
     Args:
         step: the box of a pass, or both boxes of an overlapped pair.
@@ -251,6 +252,7 @@ def _curves(scene: Scene, memory: float | None, scale: float, plot: int, top: in
     """Yield SVG curves of each rank's activation over time, with one vertical scale for all.
 
     Args:
+        scene: the schedule with its simulated times.
         memory: a limit on activation to draw; None for none.
         scale: pixels per unit of time.
         plot, top: width of the curves and y of the first one, in pixels.

@@ -175,7 +175,8 @@ def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
 def fitted_legend(figure: Figure, axes: Axes) -> None:
     """Put one legend below all axes of a figure, with as many columns of names as fit.
 
-    Its names are the labels in `axes`. The figure grows by the height of each row after the first.
+    The legend has the labels in `axes`. The figure grows by the height of each row of names after
+    the first.
     """
     handles, names = axes.get_legend_handles_labels()
     # The width of a legend is known only once it is made. So try from one row downwards.

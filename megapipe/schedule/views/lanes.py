@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
 class Communication(NamedTuple):
     """The time of communication in the passes of all ranks, and the exposed part of it.
 
-    `share` returns exposed / total.
+    Exposed communication is not hidden by arithmetic. `share` returns exposed / total.
     """
 
     total: float

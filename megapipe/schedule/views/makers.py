@@ -127,7 +127,7 @@ def cut_makers(
 ) -> dict[str, Make]:
     """Return {label: function that makes the schedule with microbatches in slices}.
 
-    Searched schedules, tables and recipes are left out.
+    Only schedules given by name are cut, and only if no search finds their order.
 
     Args:
         names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.

@@ -102,9 +102,9 @@ def to_page(
 def _packed(case: Case) -> str:
     """Return a case as text: memory limit, stages per copy of the model, rank of each stage, rows.
 
-    If the best of several tables depends on the reader's costs, the rows of each are there. The
-    page moves W passes into idle times as far as the memory limit allows; 0 stands for no moves. If
-    there is no table, the text is "!" and the reason.
+    If the best of several tables depends on the reader's costs, the text has the rows of all of
+    them. The page moves W passes into idle times as far as the memory limit allows; the limit 0
+    stands for no moves. If there is no table, the text is "!" and the reason.
     """
     name, v, p, m = case
     entry = SCHEDULES[name]

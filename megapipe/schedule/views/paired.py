@@ -37,11 +37,11 @@ def paired_table(
     names: Sequence[str] = tuple(SCHEDULES),
     progress: Callable[[float, str], None] = lambda share, doing: None,
 ) -> str:
-    """Return text that says what overlapped pairs would gain in each schedule of the catalogue.
+    """Return text that says what overlapped pairs of passes would gain in each built-in schedule.
 
-    A schedule's line has makespan and memory without and with pairs, the fraction of forwards that
-    run with a backward, and a lower bound. A schedule without pairs has the reason. Searched
-    schedules are left out.
+    A line has a schedule's makespan and memory without and with pairs, the fraction of forwards
+    that run with a backward, and a lower bound. Where pairs are impossible it has the reason.
+    Searched schedules are left out.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.

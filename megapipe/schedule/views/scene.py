@@ -154,7 +154,7 @@ def chunks(placement: Placement) -> list[int]:
 
 
 def shades(placement: Placement) -> dict[tuple[Kind, int], str]:
-    """Return {(kind, stage): colour #rrggbb}. It is lighter for later stages of a rank."""
+    """Return {(kind, stage): colour #rrggbb}. Later stages of a rank have lighter colours."""
     own = chunks(placement)
     # At most 60% of the way to white: still lighter shades of two kinds look the same. A rank with
     # many chunks has closer shades, not lighter ones.

@@ -63,10 +63,11 @@ def references(
     cutting: Cutting,
     chunks: int | None = None,
 ) -> dict[str, Schedule]:
-    """Return the tables to compare with a table in slices, by a name to print.
+    """Return {name to print: table to compare with a sliced table}.
 
-    They are the table without slices ("undivided") and, if `cutting` has several documents, the
-    sliced table of one document ("in one document"). For a searched schedule the dict is empty.
+    "undivided" is the table without slices. If `cutting` has several documents, "in one document"
+    is the table with as many slices of a single document. For a searched schedule the dict is
+    empty.
 
     Args:
         name: a name of the catalogue, a file, or FILE.py:NAME.
@@ -141,8 +142,8 @@ def in_slices(
         ranks, microbatches: the size; a file has its own, and needs neither.
         cutting: number of slices, how their lengths are chosen, and number of documents.
         chunks: stages on each rank; None for the schedule's default.
-        memory: limit on a rank's activation, up to which forwards may run earlier than they must.
-            None: no forward does.
+        memory: limit on a rank's activation. Forwards run earlier than they must, as far as it
+            allows; None lets no forward run earlier.
     Raises: ScheduleError for a schedule that cannot be cut into slices.
     """
     begins = cutting.begins

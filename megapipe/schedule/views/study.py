@@ -54,9 +54,9 @@ _MARKS = "osD^vPX"
 class Comparison(Sequence[Row | Refusal]):
     """A comparison of all schedules for one number of ranks and microbatches, and one set of costs.
 
-    It prints as a table with advice, and a notebook shows it as one. It is a sequence of rows. A
-    label in brackets gives one row: `found["zb-h1"].makespan`. `measured` is the rows of schedules
-    that exist.
+    It prints as a table with advice, also in a notebook. It is a sequence of rows. The name of a
+    schedule in brackets gives one row: `found["zb-h1"].makespan`. `measured` is the rows of
+    schedules that exist for these numbers.
 
     Attributes:
         rows: the numbers of each schedule, or the reason why it does not exist.
@@ -157,8 +157,8 @@ def study(
         names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
         effort: about the seconds to spend on each search.
         progress: called with the fraction of the work done and the next schedule.
-        slices: adds schedules with microbatches cut into slices as it says; None adds none.
-        parts: a recipe whose additions, such as offload and sharding, every schedule gets, or None.
+        slices: how to cut microbatches into slices, for additional rows; None for no such rows.
+        parts: settings such as offload and sharding, which every schedule gets; None for none.
     Raises: ScheduleError for an unknown name.
     """
     # A value that is given twice would be two points at one place of the figure.
@@ -263,7 +263,7 @@ def name(label: str) -> str:
 def _lines(
     figure: Figure, points: Sequence[Comparison], varied: Sequence[str], labels: Sequence[str]
 ) -> Axes:
-    """Draw bubbles above and peaks below, and return the first panel for the legend.
+    """Draw a row of panels with bubbles and one with peak memory; return the first panel.
 
     Args:
         varied: the fields among "ranks", "microbatches" and "costs" with several values. The first
@@ -336,7 +336,7 @@ def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
 def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
     """Return matplotlib's colour, marker and style of a schedule's line, equal in every figure.
 
-    Dashed lines are second variants: of v=4 stages per rank, or searched for the period.
+    Dashed lines are schedules with 4 stages per rank, or searched for the shortest period.
 
     Args:
         labels: all schedules of the figure.

@@ -46,8 +46,8 @@ def with_offload(
         share: the fraction of each stage's microbatches to copy. The ones held longest are taken,
             spread evenly among ones held equally long. A copy that would not return in time is left
             out.
-        chosen: copy these (stage, microbatch or slice) instead of a share, even if some return
-            late.
+        chosen: copy these (stage, microbatch or slice), even if some return late; None to copy a
+            share.
         stages: with a share, copy only for these stages; None for all.
         switches: groups of ranks that share one stream of copies in each direction. Copies on it
             run in the order of the simulated times.
@@ -80,7 +80,7 @@ def with_recompute(
     Args:
         share: the fraction of each stage's microbatches to recompute. The ones held longest are
             taken.
-        chosen: recompute these (stage, microbatch or slice) instead of a share.
+        chosen: recompute these (stage, microbatch or slice); None to recompute a share.
     Raises: ScheduleError for a table that has R, or lacks a forward in `chosen`.
     """
     _refuse(schedule, {Kind.R}, chosen)

@@ -267,9 +267,9 @@ class _Places:
         return found
 
     def last_slices(self) -> list[int]:
-        """Return, for each place, the place of the last slice of its document.
+        """Return, for each (stage, slice), the index in `every` of the last slice of its document.
 
-        Where microbatches are not cut it is the place itself.
+        Without slices it is the index of the (stage, microbatch) itself.
         """
         if not self.plain.cuts:
             return [*range(len(self.every))]
@@ -277,7 +277,7 @@ class _Places:
         return [x + left for x, left in enumerate(ends)]
 
     def durations(self) -> list[float]:
-        """Return, for each kind in `_KINDS` in turn, the durations of its passes at all places."""
+        """Return the durations of the passes at all places, kind after kind of `_KINDS`."""
         place = self.plain.placement
         duration = {part: costs.durations(place) for part, costs in self.by_part.items()}
         parts = [self.plain.part(f) for f in self.forwards]

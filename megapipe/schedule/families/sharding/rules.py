@@ -105,7 +105,7 @@ def _of_run(run: Run, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
 
 
 def _of_sum(one: Sum, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
-    """Yield (reduction, sentence) if it lacks the number of the last gradient that it sums.
+    """Yield (reduction, sentence) if its number is not the last microbatch that it sums.
 
     Args:
         one: the reduction with the passes whose gradients it sums.

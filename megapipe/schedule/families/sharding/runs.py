@@ -73,7 +73,7 @@ class Sum(NamedTuple):
 def gather_for(first: Pass) -> Pass:
     """Return the gather of a stage's weights that must run before a pass.
 
-    It is AF for a forward, else AB, with the number of the pass.
+    It is AF for a forward, else AB, with the stage and microbatch of that pass.
 
     Args:
         first: the first pass that reads the gathered weights.
@@ -103,7 +103,7 @@ _ADDS = frozenset(kind for kind in Kind if adds_gradients(kind))
 
 
 def runs(schedule: Schedule, rank: int) -> list[Run]:
-    """Return each gather of a rank with the passes that read its weights, in row order."""
+    """Return each gather of a rank with the passes that read the gathered weights, in row order."""
     found: list[tuple[Pass, list[Pass]]] = []
     # The users in the latest run of each stage.
     now: dict[int, list[Pass]] = {}
@@ -167,8 +167,8 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
 def named_by_forwards(schedule: Schedule) -> Mapping[Pass, Pass | None]:
     """Return {gather: the gather that replaces it in an evaluation}.
 
-    It is an AF with the number of the first forward that reads the weights. It is None if no
-    forward reads them.
+    The replacement is an AF with the microbatch of the first forward that reads the weights. It is
+    None if no forward reads them.
     """
     found: dict[Pass, Pass | None] = {}
     for rank in range(len(schedule.ranks)):

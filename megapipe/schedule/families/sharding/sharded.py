@@ -96,8 +96,9 @@ def sharded_within(
     Times within a hundredth count as equal. Among equals, the table that reduces gradients least
     often is taken. A table with one reduction for each stage trains bitwise like a table that never
     drops weights. Next comes the table that offloads and recomputes the fewest activations, then
-    the one with the least memory. Candidates are tables with one choice for all ranks. In one more
-    table each rank has the best choice that fits its own limit.
+    the one with the least memory. A choice is how many stages of a rank have full weights and
+    gradients at a time. Candidates are tables with one choice for all ranks, and one table in which
+    each rank has the best choice within its own limit.
 
     Args:
         memory: the limit of all ranks, or one for each, in the unit of the costs; inf for none.

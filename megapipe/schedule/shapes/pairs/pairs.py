@@ -79,8 +79,9 @@ def pairs(
 def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
     """Return the activation that each rank holds while it runs one overlapped pair after another.
 
-    It is in the unit of the costs. In the steady state a rank runs pairs of its stages in turn. A
-    microbatch advances by one stage in the time of a pair.
+    A pair is two passes that run together. In the steady state a rank runs pairs of each of its
+    stages in turn. A microbatch advances by one stage in the time of a pair. The activation is in
+    the unit of the costs.
     """
     place = schedule.placement
     held = costs.memory(place).b

@@ -54,7 +54,7 @@ def compiled_play(
     Args:
         limits: limit on each rank's activation, in the unit of the costs.
         split: split a backward that is not in a pair into B and W, even if the table has it fused.
-    Returns: None in place of the function without a C compiler, or for a table with slices.
+    Returns: the function. None without a C compiler, or for a table with slices.
     """
     code = library()
     if code is None or schedule.cuts:

@@ -94,7 +94,7 @@ def search_pairs(
 def _tables(
     ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs
 ) -> Iterator[Schedule]:
-    """Yield tables of the catalogue with one copy of the model, with their pairs separated.
+    """Yield the built-in tables with one copy of the model, their pairs of passes separated.
 
     Tables with equal orders are yielded once.
 

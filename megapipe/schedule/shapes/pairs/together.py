@@ -236,14 +236,15 @@ class Play:
     def _owed(self, b: Pass) -> float:
         """Return how much memory grows if the backward `b` runs and its W stays pending.
 
-        It is positive if the backward `b` recomputes activations.
+        Only a backward that recomputes activations makes it grow; otherwise the result is 0 or
+        less.
         """
         return self.owes[b.stage] - self.held[b.stage]
 
     def _kind(self, row: _Row, owed: float) -> Kind:
         """Return the kind of a backward that runs without a forward: B, or BW.
 
-        It is B if backwards are split and the memory suffices for a pending W.
+        B needs split backwards, and memory for a pending W.
 
         Args:
             row: the rank's state.
@@ -278,12 +279,13 @@ class Play:
     ) -> tuple[float, Pass | None]:
         """Return (arrival time of its input, pass) for the first pass in an order that can run.
 
-        Only the first pass of each stage is a candidate. If no input has arrived, it is the pass
-        whose input will arrive first. It is (inf, None) if no arrival is known.
+        Only the first pass of each stage is a candidate. If no input has arrived yet, the pass
+        whose input will arrive first is returned; (inf, None) if no arrival is known.
 
         Args:
             late: the present time, with a margin for rounding.
-            but: a pass that is no candidate; None for none.
+            but: a pass to leave out, or None.
+            order: passes in the order in which they are preferred.
         """
         best: tuple[float, Pass | None] = inf, None
         stages: set[int] = set()

@@ -50,8 +50,8 @@ def slices(
         microbatches: number of microbatches before they are cut.
         cuts: lengths of the slices, in any unit.
         costs: costs that say how long slices take.
-        memory: limit on a rank's activation, in the unit of the costs. Forwards may come earlier
-            than necessary within it. None takes the least memory that slices need.
+        memory: limit on a rank's activation, in the unit of the costs. A forward may come earlier
+            where the limit allows it. None takes the least memory that slices need.
         documents: slices that begin a document, as in `Schedule.documents`.
     Returns: a table that `verify` has passed.
     Raises: ScheduleError if no such table fits the memory, or the table has other kinds of pass
@@ -199,7 +199,7 @@ def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> No
 
 
 def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
-    """Return the table with each forward in the place of the one `by` forwards before it.
+    """Return the table with each forward where the forward `by` before it was.
 
     The first `by` forwards start the rank's row. Example for by = 1:
 
