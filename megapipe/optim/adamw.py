@@ -108,7 +108,7 @@ def _adamw(
         exp_avg, exp_avg_sq: the two moments.
         model: 16-bit weights to which the value is rounded, or None.
         scale: factor on the gradient.
-        shrink: a further factor on the gradient, from clipping.
+        shrink: a second factor on the gradient, from clipping by the norm.
         decay: factor on the value, 1 - learning rate x weight decay.
         step: minus the learning rate, divided by the first moment's bias correction.
         root: square root of the second moment's bias correction.

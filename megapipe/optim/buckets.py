@@ -40,14 +40,13 @@ def buckets_of(
     number: int | None = None,
     separate: Sequence[Collection[str]] = (),
 ) -> list[Bucket]:
-    """Return a stage's buckets, in the order in which their gradients are complete.
+    """Return a stage's buckets (parameters reduced together), in the order of their backward.
 
-    The last bucket has the first layer, and the parameters outside of layers.
+    The last bucket has the first layer and the parameters outside of layers.
 
     Args:
         params: {name: parameter} of the stage.
-        least: a bucket is complete once it has this number of elements; the last one may have
-            fewer.
+        least: elements of a bucket, at least; the last bucket may have fewer.
         number: the largest number of buckets, instead of `least`. If both are None there is one
             bucket.
         separate: sets of parameter names. The parameters in each set get buckets of their own.

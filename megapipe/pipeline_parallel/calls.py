@@ -23,19 +23,19 @@ class Call(NamedTuple):
         number: the number with which the stage's method is called: of the microbatch or, if
             microbatches are cut, of the slice among all slices. For a pass on weights it is the
             number of the step.
-        takes: the passes whose results are its inputs, each as (pass, rank that runs it). It is ()
-            at the first stage's forward, the last stage's backward, and for W.
-        gives: how often its result is used on this rank: once for each pass that takes it, and for
-            each send.
+        takes: the passes whose results are the pass's inputs, each as (pass, rank that runs it). It
+            is () at the first stage's forward, the last stage's backward, and for W.
+        gives: how often the pass's result is used on this rank: once for each pass that takes it,
+            and for each send.
         leaves: the results in `takes` that came from other ranks and that a later pass of this rank
             takes too. They are not freed after this pass.
-        ends: whether no later pass of any microbatch runs on its stage.
-        overlaps: whether it runs on another stream than compute, so at the same time as other
+        ends: whether no later pass of any microbatch runs on the same stage.
+        overlaps: whether the pass runs on another stream than compute, so at the same time as other
             passes.
-        before: functions called with its stage before it begins; families of passes add them.
-        after: functions called with its stage after it. If it runs together with another pass, they
-            are called after both.
-        awaits: passes on other streams than its own that must end before it begins.
+        before: functions called with the stage before the pass begins; families of passes add them.
+        after: functions called with the stage after the pass. If it runs together with another
+            pass, they are called after both.
+        awaits: passes on other streams that must end before this pass begins.
     """
 
     item: Pass
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 def looked_up(
     program: Program, placement: Placement, rank: int, ahead: Ahead
 ) -> tuple[tuple[Call, ...] | Exchange, ...]:
-    """Return one rank's program with each pass as a `Call`: the pass, its inputs, and their uses.
+    """Return one rank's program with each pass as a `Call`, which names the inputs of the pass.
 
     An item of the result is either a tuple of calls that run together, usually one, or an
     `Exchange`: messages that are posted together.

@@ -47,7 +47,7 @@ SLACK = 2
 def _programs(
     schedule: Schedule, costs: Costs, evaluate: bool, hides: bool
 ) -> tuple[tuple[Program, ...], tuple[int, ...]]:
-    """Return ([rank] its program, [rank] the most sends that it has under way at a time).
+    """Return, each as a tuple over ranks, (programs, most sends under way at a time).
 
     The result is cached, and the schedule is verified once.
 
@@ -55,8 +55,8 @@ def _programs(
         schedule: the table of a step.
         costs: the times of passes. They decide where messages are posted.
         evaluate: leave out all but the forwards.
-        hides: layers wait for collectives, so that the two passes of a pair run together. Otherwise
-            pairs are separated.
+        hides: layers wait for collectives, so that an overlapped pair of passes runs together.
+            Otherwise the two passes run one after the other.
     """
     # Users may bring tables of their own. The cache verifies each once and not at every step.
     verify(schedule)
@@ -226,7 +226,7 @@ class ForwardBackward:
             config: the model's configuration.
             place: the rank of each stage.
             in_flight: number of sends that may be under way before the oldest is waited for.
-            microbatches: the description of microbatches, which gives shapes of messages.
+            microbatches: the microbatches or their slices, which give the shapes of messages.
             variable: whether microbatches differ in length.
         """
         assert self._dtype is not None
@@ -288,9 +288,9 @@ class ForwardBackward:
 
 
 def ends_of(place: Placement, stage: int, config: Any) -> Ends:
-    """Return the ends of the model, embedding or loss, that a stage has.
+    """Return whether a stage ends in a loss, how the loss counts, and how inputs are joined.
 
-    `config.depth_weight` is the factor on the loss of a depth of multi-token prediction.
+    `config.depth_weight` is the factor on the loss of a module of multi-token prediction.
     """
     depth = place.depth(stage)
     # Megatron-LM's mtp_loss_scaling_factor, divided by the number of depths.

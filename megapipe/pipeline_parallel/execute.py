@@ -165,10 +165,12 @@ def execute(
         on_stage_done: called with a stage's number when its last pass is over.
         read: called with each pass before its time is measured. It waits for the training samples
             of the pass.
-        position: updated with the item that runs, for `pipeline_parallel.watch`.
-        watch: measures the time of every pass, and of its waits for collectives.
-        together: runs the passes of one item together, if there are several. It may keep a thread
-            from step to step.
+        position: updated with the item that runs, so that a watchdog can name it; None for no such
+            record.
+        watch: measures the time of every pass and of every wait for a collective; None for a new
+            one.
+        together: runs the two passes of a pair together. It may keep a thread from step to step.
+            None for the device's usual one.
     Raises: the error of a pass or message, with its place in a note. AssertionError if a tensor is
         never used.
     """
@@ -241,7 +243,7 @@ def _walk(
 
 
 def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
-    """Drop all results and all that forwards have saved, so that the program can begin again.
+    """Drop the results in `hand` and all that forwards saved, so that the program can begin again.
 
     Messages that are under way are dropped too: other ranks begin again, and send them again.
     """
@@ -293,7 +295,7 @@ class _Runs(NamedTuple):
         return again
 
     def single(self, call: Call) -> bool:
-        """Run one pass. Return True if it is V (validation) and makes the program begin again."""
+        """Run one pass. Return True if the program must begin again, as V (validation) may say."""
         hand = self.hand
         watch = self.watch
         kind, stage, *_ = call.item

@@ -27,8 +27,9 @@ _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of 
 def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
     """Return (output, loss_func) from what forward_step returned.
 
-    The loss_func is None on a stage that needs none. Raises: ConfigError for anything but such a
-    pair.
+    The loss_func is None on a stage that needs none.
+
+    Raises: ConfigError for anything but such a pair.
     """
     is_pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not (is_pair and isinstance(returned[0], Tensor)):
@@ -98,7 +99,7 @@ class Loss(NamedTuple):
         *,
         averaged: bool = False,
     ) -> Tensor:
-        """Return the gradient of the step's loss with respect to `value`.
+        """Return the gradient of the step's loss with respect to `value`, this microbatch's loss.
 
         The gradient is scale / microbatches. If `value` is a sum over tokens, it is also divided by
         their number, at least 1.
@@ -107,7 +108,7 @@ class Loss(NamedTuple):
             microbatches: number of microbatches of the step.
             per_token: divide neither by `microbatches` nor by tokens: the result is `scale`. The
                 caller divides gradients by the tokens of the whole batch at the end of the step.
-            scale: a factor on the loss, see `optim.loss_scale`.
+            scale: the loss scale, a factor on the loss.
             cp: the ranks that share the microbatch's tokens. A sum is divided by the number of
                 tokens on all these ranks, so the loss is the mean over whole sequences. If `value`
                 is a mean, its number of tokens is not known, so the loss is the mean of the ranks'
@@ -140,8 +141,8 @@ class Loss(NamedTuple):
         """Return the loss without its graph, for the log.
 
         Args:
-            depth: number of the depth of multi-token prediction; 0 for the model's own loss. For a
-                depth the mean over the microbatch's tokens is logged, as in Megatron-LM.
+            depth: number of the multi-token prediction module, from 1; 0 for the model's own loss.
+                For a module the mean over the microbatch's tokens is logged, as in Megatron-LM.
             cp: the ranks that share the microbatch's tokens.
         """
         value = self.value.detach()

@@ -24,11 +24,11 @@ Keep = Callable[[int, int, Tensor], Callable[[], Tensor]]
 
 
 class Microbatches:
-    """The microbatches of one stage. In this class each has one part, the whole microbatch.
+    """The microbatches of one stage, with the tokens, random streams and losses of each.
 
-    A subclass cuts a microbatch into several parts, its slices. Parts have consecutive numbers
-    through all microbatches. `number` is the number of a part in all methods. The methods return a
-    part's tokens, random stream, loss and message shape.
+    A subclass cuts each microbatch into parts (slices of the sequence), which are numbered through
+    all microbatches. In this class a microbatch is a single part. In all methods `number` is the
+    number of a part.
     """
 
     # A stage asks these for every pass, so a shape overrides only the answers that it changes.
@@ -42,11 +42,19 @@ class Microbatches:
         return number
 
     def tokens(self, number: int) -> tuple[range | None, int]:
-        """Return (range of a part's tokens, length of the sequence); (None, 0) for all tokens."""
+        """Return (range of tokens, length of the sequence) of a part; (None, 0) for all tokens.
+
+        Args:
+            number: the number of the part, a microbatch or a slice.
+        """
         return None, 0
 
     def stream(self, whole: Stream, number: int) -> Stream:
-        """Return the random stream of a part, given the stream of its whole microbatch."""
+        """Return the random stream of a part, given the stream of its whole microbatch.
+
+        Args:
+            number: the number of the part, a microbatch or a slice.
+        """
         return whole
 
     def keeping(self, stream: Stream, number: int, keep: Keep) -> Stream:
@@ -61,9 +69,10 @@ class Microbatches:
         return stream
 
     def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
-        """Return the random stream of a part. It is called whenever a forward of the part begins.
+        """Return the random stream of a part (microbatch or slice) whose forward begins.
 
-        A subclass may allocate here what the parts of a microbatch share, and free it at the last.
+        A subclass may allocate here what the slices of a microbatch share, and free it at the last
+        one.
 
         Args:
             number: the number of the part.
@@ -117,8 +126,8 @@ class Microbatches:
 def ranks_of_tokens(mesh: ProcessMesh, config: Any) -> int:
     """Return the number of ranks over which the tokens of a hidden state are split.
 
-    They are the context-parallel ranks and, if `config.sequence_parallel` is on, the
-    tensor-parallel ranks for each of these.
+    This is the number of context-parallel ranks, multiplied by the number of tensor-parallel ranks
+    if `config.sequence_parallel` is on.
     """
     # Between layers sequence parallelism cuts the sequence a second time, and messages leave in
     # that form (Korthikanti et al. 2022, sec. 4.2.2).

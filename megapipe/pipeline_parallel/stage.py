@@ -61,14 +61,14 @@ class PipelineStage:
         data_iterator: the data iterator for forward_step; None for a stage that reads no data.
         mesh: this rank's mesh.
         number: the number of the stage.
-        ends: the ends of the model, embedding or loss, that the stage has.
+        ends: whether the stage has a loss, and how its inputs are joined.
         last: which microbatch (or slice) runs the stage's last backward, and which adds the last
             weight gradients; None without a table.
         kept: numbers of microbatches that keep all activations, so that nothing is recomputed.
-        microbatches: whole microbatches, or their parts.
+        microbatches: the microbatches, whole or cut into slices.
         weights: functions for the passes on all weights of the stage, such as the update; None if
             the table has no such pass.
-        own: {name of a family of passes: its actions around the passes of the stage}.
+        own: {family of passes, such as offload: its actions around the passes of the stage}.
     Attributes:
         losses: the loss of each microbatch or slice, as loss_func returned it, without graph.
         results: other data that loss_func returned, or outputs of an evaluation without loss_func.
@@ -112,7 +112,8 @@ class PipelineStage:
     def stream(self, number: int) -> Stream:
         """Return the random stream of a microbatch or slice. Layers read it in their forward.
 
-        It gives random numbers, the range of tokens, and the factor on the layers' own losses.
+        The stream gives random numbers, the range of tokens, and the factor on the layers' own
+        losses.
         """
         step = self.request
         parts = self.microbatches
@@ -181,8 +182,8 @@ class PipelineStage:
     def same_waits(self, microbatch: int, other: int) -> bool:
         """Return whether two backwards wait for the same collectives in the same order.
 
-        They do if both are the same slice of their microbatches, and if both recompute or neither
-        does.
+        They do if both are of the same slice, such as slice 1 of two microbatches, and if both
+        recompute or neither does.
 
         Args:
             microbatch, other: the numbers of the two microbatches (or slices).
@@ -268,7 +269,7 @@ class PipelineStage:
     def forget(self) -> None:
         """Drop what forwards have saved, because all forwards will run again.
 
-        It is called only before the first backward of a step.
+        Call this only before the first backward of a step.
         """
         self._saved.clear()
         for of_stage in self.own.values():
@@ -329,8 +330,8 @@ class PipelineStage:
 def _differentiate(output: GradientEdge, grad: Tensor) -> None:
     """Add the gradients of the graph before `output` to its leaves, given the output's gradient.
 
-    It is torch.autograd.backward without its checks in Python. They take a fifth of a small pass's
-    CPU time.
+    This is torch.autograd.backward without the checks in Python, which take a fifth of a small
+    pass's CPU time.
     """
     _engine_run_backward(
         (output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True

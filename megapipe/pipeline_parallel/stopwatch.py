@@ -32,9 +32,9 @@ class Stopwatch:
         passes: for each pass or pair, (mark when it asked for its input, mark when it had its
             input, mark of its end, number of passes: 1 or 2).
         waits: (mark before, mark after) each wait of a pass for a collective.
-        copies: for each copy O or L in order, (its pass, a function, waits). The function returns
-            the marks of its beginning and end. The waits are (mark before, mark after) each wait of
-            a pass for the copy.
+        copies: for each copy in order, (pass O or L, a function, waits). The function returns the
+            marks of the copy's beginning and end. The waits are (mark before, mark after) each wait
+            of a pass for the copy.
     """
 
     def __init__(self, device: torch.device, schedule: Schedule | None = None) -> None:
@@ -64,7 +64,7 @@ class Stopwatch:
         """Note a pass that has ended, or a pair.
 
         Args:
-            begin: the mark at which it had its input.
+            begin: the mark at which the pass had its input.
             passes: 2 for a pair, else 1.
         """
         self.passes.append((self._asked, begin, self.mark(), passes))

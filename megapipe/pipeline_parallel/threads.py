@@ -30,10 +30,12 @@ GRACE_S = 3.0
 
 
 class OnHost:
-    """Where ranks run: on the CPU, over gloo. Devices of another kind override these methods.
+    """The device and groups of ranks that run as threads.
+
+    They are the CPU and gloo here. Subclasses are for devices of another kind.
 
     Attributes:
-        num_links: number of communicators for the messages of a pipeline, see `build_mesh`.
+        num_links: number of communicators for messages between neighbours in the pipeline.
     """
 
     num_links = 0
@@ -73,7 +75,7 @@ def run_threads(
         body: the function that each rank runs.
         tp, cp, dp, pp: numbers of tensor-, context-, data- and pipeline-parallel ranks.
         ep, etp: sizes of the experts' mesh over the same ranks; etp is tp by default.
-        shares: {name of a shared weight: the pipeline ranks that have it}, see `Plan.shares`.
+        shares: {name of a group: the pipeline ranks that hold equal weights}, as `Plan.shares`.
         timeout_s: timeout of each collective, in seconds.
     Returns: the results in the order of ranks.
     Raises: the first error of any rank, at once. Ranks that wait for the failed rank run into their
@@ -92,11 +94,13 @@ def run_on(
     shares: Mapping[str, Sequence[int]] = SHARES,
     timeout_s: float = 60,
 ) -> list[T]:
-    """Call `body(mesh)` once for each rank, on devices of any kind; see `run_threads`.
+    """Call `body(mesh)` in a thread for each rank, as `run_threads`, on devices of any kind.
 
     Args:
         where: the devices and groups of the ranks.
-        sizes: numbers of ranks of each kind but data parallel ones.
+        sizes: numbers of tensor-, context-, pipeline- and expert-parallel ranks.
+        dp: number of data-parallel ranks.
+        shares: {name of a group: the pipeline ranks that hold equal weights}, as `Plan.shares`.
     """
     # Experts lie over the same ranks: their sizes do not multiply.
     stages = sizes.pipeline_model_parallel_size

@@ -75,7 +75,7 @@ class DeferredWeightGrads:
         return owner is not None and owner.is_deferring
 
     def put(self, job: Callable[[], None]) -> None:
-        """Keep a function that computes a weight gradient for pass W; without a W, call it now."""
+        """Keep `job`, which computes a weight gradient, for pass W; without a W, call it now."""
         owner = self._owner()
         if owner is None:
             job()
@@ -113,13 +113,13 @@ WeightGradStore = DeferredWeightGrads()
 
 @dataclass(eq=False)
 class PairedStage:
-    """A stage that runs a module of DeepSeek's contract; the executor calls its methods for passes.
+    """A stage whose module is written for DeepSeek's DualPipe. The executor calls the methods.
 
     `forward`, `backward` and `weight` run F, B (or BW) and W of a microbatch.
     `overlapped_forward_backward` runs a pair: a forward and a backward at the same time.
 
     Args:
-        module: a module of DeepSeek's contract. Its classmethod overlapped_forward_backward runs
+        module: a module for DeepSeek's DualPipe. Its classmethod overlapped_forward_backward runs
             pairs; without it, the two passes of a pair run one after the other.
         inputs: the module's arguments for each microbatch; None where they arrive from the previous
             stage.
@@ -128,10 +128,10 @@ class PairedStage:
         shapes: shapes of the tensors that one stage sends to the next; several are sent as one
             message.
         is_last: whether the stage is the last one, which sends no outputs.
-        overlaps: whether the module's classmethod runs the pairs, if it has one.
+        overlaps: whether to use the module's overlapped_forward_backward, if it has one.
         keeps_outputs: whether to keep the outputs of the last stage.
     Attributes:
-        losses: the loss of each microbatch, without graph. Gradients are of the sum of losses.
+        losses: the loss of each microbatch, without graph. Gradients are of the sum of all losses.
         outputs: the outputs of each microbatch, without graph, if they are kept.
         weight_grads: the weight gradients that wait for W passes.
     """

@@ -184,9 +184,7 @@ class _Pipe(nn.Module):
         return Messenger(self._pp, shape, dtype, transport=_Mapped(self._pp, self._of_group))
 
     def _cut(self, given: Any, begin: int, microbatches: int) -> Mapping[int, Sequence[Any]]:
-        """Cut tensors into microbatches, and return {microbatch: its part of each tensor}.
-
-        They are cut along the batch dimension.
+        """Cut tensors along the batch dimension, and return {microbatch: [part of each tensor]}.
 
         Args:
             given: a tensor or several; None stands for a tensor that this rank does not have.

@@ -42,8 +42,8 @@ def get_forward_backward_func(
     """Return the function that runs one step's forward and backward passes.
 
     Args:
-        pp_size, vp_size: as Megatron's: number of pipeline ranks, and of model chunks per rank.
-            Their defaults are the mesh's pipeline size and the number of modules at the first step.
+        pp_size, vp_size: number of pipeline ranks, and of model chunks per rank, as in Megatron. By
+            default, the mesh's pipeline size and the number of modules at the first step.
         schedule_pg_collection: Megatron's process groups for modules on several grids. They are not
             implemented: it must be None.
         mesh: this rank's mesh; by default the one that ProcessMesh.create made.
@@ -86,7 +86,8 @@ class _Engine(NamedTuple):
 class Step:
     """A function that runs one rank's step, called as Megatron calls its forward_backward_func.
 
-    Keywords that are not described here have the meaning of the fields of request.Request.
+    The fields are the arguments of `get_forward_backward_func`. Keywords that are not described
+    here have the meaning of the fields of request.Request.
 
     Keywords:
         first_val_step: whether this is the first step of an evaluation; None counts as True. In
@@ -225,7 +226,8 @@ class Step:
     ) -> ForwardBackward:
         """Return the engine of an earlier step with the same arguments, or a new one.
 
-        `chunks` is the number of modules of this rank.
+        `chunks` is the number of modules of this rank. `p2p_communicator` and `pg_collection`
+        replace the mesh if they are not None.
         """
         group_size = getattr(config, "microbatch_group_size_per_vp_stage", None)
         # To make an engine is collective, as ranks agree on their messages. So nothing may count
@@ -261,7 +263,8 @@ class Step:
     ) -> ForwardBackward:
         """Return a new engine. `p2p` and `pg_collection` replace the mesh if they are not None.
 
-        `group_size` is config.microbatch_group_size_per_vp_stage.
+        `group_size` is config.microbatch_group_size_per_vp_stage, `chunks` the number of modules of
+        this rank.
         """
         if pg_collection is not None:
             mesh = mesh_of(pg_collection, getattr(p2p, "pp", None))
@@ -319,7 +322,8 @@ def _entry(table: Schedule | str) -> Entry | None:
 def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int) -> dict[str, int]:
     """Return config.microbatch_group_size_per_vp_stage as keywords for `schedule.build`.
 
-    The result is {} if `size`, the value, is None or Megatron's default, `ranks`.
+    The result is {} if the value, `size`, is None or Megatron's default, `ranks`, or if there is
+    one chunk.
 
     Raises: ConfigError for a schedule that does not run microbatches in groups, where the value
         would do nothing.
@@ -358,7 +362,7 @@ def _mark_first_microbatch(modules: Sequence[nn.Module]) -> None:
 
 
 def _forget_last_step(modules: Sequence[nn.Module]) -> None:
-    """Let routers of experts drop their records of the last step, which would grow otherwise."""
+    """Let each router of experts drop its records of the last step, which would grow otherwise."""
     for module in modules:
         for part in module.modules():
             forget = getattr(part, "forget", None)

@@ -129,7 +129,7 @@ class GradSync:
         self._turn_off(which)
 
     def around_last_backward(self, stage: int) -> AbstractContextManager[None]:
-        """Return a context for a stage's last backward, in which its gradients synchronise."""
+        """Return a context for a stage's last backward, in which gradients synchronise."""
         return nullcontext() if self._grad_sync else self._on(stage)
 
     def on_stage_done(self, stage: int) -> None:

@@ -23,10 +23,10 @@ from megapipe.pipeline_parallel.messages.transport import InFlight, Op, P2PMode,
 class P2PCommunicator:
     """The sends and receives of one pipeline rank, with Megatron's interface.
 
-    A `recv_` method returns a tensor from a neighbour, a `send_` method sends one, and others do
-    both at once. The first and the last stage lack a neighbour: the part of a call that concerns a
-    missing neighbour does nothing. Shapes and tensors may be lists, with one for each message, as
-    in Megatron. Then results are lists too.
+    A `recv_` method returns a tensor from a neighbour, a `send_` method sends one, and a method
+    with both words does both at once. At the first and the last stage nothing is sent to or
+    received from the neighbour that is missing. Shapes and tensors may be lists, with one for each
+    message, as in Megatron. Then results are lists too.
 
     Args:
         pp_group: the pipeline's process group, or our Axis.
@@ -34,7 +34,7 @@ class P2PCommunicator:
 
             - pipeline_dtype: the type of received tensors.
             - variable_seq_lengths: the shape of each message is sent before it.
-            - use_ring_exchange_p2p, batch_p2p_comm (Megatron's default): the way to post messages.
+            - use_ring_exchange_p2p, batch_p2p_comm (Megatron's default): how messages are posted.
             - batch_p2p_sync: synchronize the device once a batch has been waited for. It guards
               against a race in batches of older PyTorch.
             - virtual_pipeline_model_parallel_size: only kept.

@@ -29,12 +29,12 @@ Forward = Callable[[int, Tensor | None], Tensor | None]
 
 
 class OfStage:
-    """The part of a family of passes, such as O, L and R of offload, in one stage's step.
+    """The actions of a family of passes, such as O, L and R of offload, around one stage's passes.
 
-    The stage calls these methods before, in and after its forwards and backwards. The methods here
-    change nothing; a family's subclass overrides some. A `PipelineStage`, called `stage` here, has
-    one such object for each family whose passes are in the table. `microbatch` is the number of a
-    microbatch or, if microbatches are cut, of a slice among all slices.
+    A `PipelineStage`, called `stage` here, calls these methods before, in and after its forwards
+    and backwards. The methods here change nothing; a family's subclass overrides some. The stage
+    has one such object for each family whose passes are in the table. `microbatch` is the number of
+    a microbatch or, if microbatches are cut, of a slice among all slices.
     """
 
     # Before the step: what the stage gets.
@@ -82,7 +82,7 @@ class OfStage:
     def saving(self, stage: Any, microbatch: int) -> AbstractContextManager[None]:
         """Return a context in which the module runs a forward with a graph.
 
-        It may set hooks on the tensors that autograd saves.
+        The context may set hooks on the tensors that autograd saves.
         """
         return nullcontext()
 
@@ -99,15 +99,15 @@ class OfStage:
     def takes_loss(
         self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis, *, again: bool
     ) -> bool:
-        """Return whether another pass of the family computes the loss, and not the forward.
+        """Return whether a pass of the family, and not the forward, computes the loss.
 
         Args:
             microbatch: number of the microbatch.
             output: the output of the model.
             loss_func: the function that forward_step returned; None without one.
             cp: the ranks that share the microbatch's tokens.
-            again: the forward runs a second time, so that the method was called with these
-                arguments before.
+            again: whether the forward runs a second time. The method was then called before with
+                the same arguments.
         """
         return False
 
@@ -186,7 +186,7 @@ class Family:
         begin: {kind: function that begins a pass of that kind on a stage}.
         keeps: takes the rank's device and returns the state that lasts from step to step.
         stages: returns {stage: its `OfStage`} for the stages that have one.
-        around: takes a rank's table and returns the functions to call before and after passes.
+        around: takes the table and returns the functions to call before and after passes.
         shapes: takes the sizes of a step, and returns a function (pass that makes a message) ->
             shape of the message, which returns None for hidden states. If all messages of the
             family are hidden states, None takes the place of the function.

@@ -70,7 +70,7 @@ class Graphed(nn.Module):
 
     @property
     def between_layers(self) -> Callable[..., AbstractContextManager[None]]:
-        """Return the module's `between_layers`. A pass inside its context runs without a graph.
+        """Return the module's `between_layers`. Passes in its context run without a graph.
 
         Layers of such a pass report their gradients by hooks, which a graph would not call.
         Raises: AttributeError if the module has none.

@@ -86,8 +86,8 @@ class Slot:
     A microbatch uses a slot in this order: `take`, `forward`, `backward`, `end`.
 
     Args:
-        capture: runs a function, and returns its result and a function that replays its kernels. It
-            captures in a memory pool of the slot's own, see `device.graph_pool`.
+        capture: runs a function and returns (the function's result, a function that replays its
+            kernels). It captures in a memory pool of the slot's own.
         module: the stage.
         set_input: sets the module's input for the next call.
         form: the form of the calls that the graphs serve.

@@ -17,7 +17,7 @@ def size_of(
 ) -> tuple[int, int, int]:
     """Return (s, b, h): sequence length, microbatch size and config.hidden_size.
 
-    Raises: ConfigError if one of the numbers is missing.
+    Raises: ConfigError if one of them is None or config has no hidden_size.
     """
     hidden = getattr(config, "hidden_size", None)
     sizes = {

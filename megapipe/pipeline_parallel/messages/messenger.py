@@ -39,8 +39,8 @@ class Messenger:
         beyond_neighbours: whether messages also go to ranks that are no neighbours in the pipeline.
         variable_seq_lengths: the shape of each message is sent before it. Only the number of
             dimensions of `shape` is used then.
-        sends_in_flight: number of sends that may be under way before the oldest is waited for. It
-            limits the memory that they hold.
+        sends_in_flight: number of sends that may be under way before the oldest is waited for. This
+            limits the memory of tensors that are being sent.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Messenger:
     def exchange(
         self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
     ) -> dict[Pass, InFlight]:
-        """Post messages, and return {pass that made it: received tensor}.
+        """Post messages, and return {pass that made the tensor: the received tensor}.
 
         Args:
             messages: the messages, in the order that all ranks have in common. This rank sends or
@@ -156,9 +156,10 @@ class Messenger:
     def _exchange_with_shapes(
         self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
     ) -> dict[Pass, InFlight]:
-        """Post messages one by one, each right after its shape. Return what `exchange` returns.
+        """Post messages one by one, each right after its shape; arguments and result of `exchange`.
 
-        All shapes first would not do: the other rank may have grouped these messages differently.
+        Not all shapes come first, because the other rank may have grouped these messages
+            differently.
         """
         received: dict[Pass, InFlight] = {}
         for message in messages:

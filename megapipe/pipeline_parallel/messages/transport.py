@@ -64,7 +64,7 @@ class Op(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A description of the receives that may be posted before their place in the program.
+    """A rule for posting receives earlier than their place in the program.
 
     Attributes:
         places: each receive is posted this number of receives earlier; 0 to move none.
@@ -114,7 +114,7 @@ class InFlight:
 class Transport:
     """A poster of sends and receives over the process group of an axis.
 
-    `post` starts several operations in the way of the mode, and `one` starts one operation.
+    `post` starts several operations as `mode` says, and `one` starts one operation.
     `receives_ahead` says which receives may be posted early.
 
     Args:

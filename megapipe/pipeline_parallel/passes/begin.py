@@ -47,10 +47,10 @@ whoever runs them keeps that order.
 class Weights:
     """The functions with which a stage's weights are reduced, gathered, updated and checked.
 
-    Sharded gradients and weights exist in full only during a run: some consecutive passes of the
-    stage. The trainer creates this object. The executor calls a function when the
-    schedule has the pass for it, such as U for `update`. `reduce`, `gather` and `copy` begin their
-    work, and return a function that waits for its end.
+    Sharded gradients and weights exist in full only during a run: consecutive passes of the stage.
+    The trainer creates this object. The executor calls a function when the schedule has the pass
+    for it, such as U for `update`. `reduce`, `gather` and `copy` begin their work, and return a
+    function that waits for its end.
 
     Attributes:
         reduce: sums the stage's gradients over data parallelism (G or RS).
@@ -94,7 +94,7 @@ def weights_of(stage: Any) -> Weights:
 def input_of(stage: Any, given: list[Tensor]) -> Tensor | None:
     """Return the input of a stage's forward, made from the results that it takes; None for none.
 
-    It is their sum, unless `stage.ends.joins` joins them in another way.
+    The input is the sum of these results, unless `stage.ends.joins` joins them in another way.
 
     Args:
         stage: the stage.
@@ -112,13 +112,14 @@ def sum_of(given: list[Tensor]) -> Tensor | None:
 
 
 class Ends(NamedTuple):
-    """The ends of the model that a stage has: embedding or loss.
+    """A stage's place in the model: whether it has a loss, and how its inputs are joined.
 
     Attributes:
-        holds_loss: whether its forward ends in loss_func.
-        goes_on: whether it sends hidden states to a next stage, perhaps in addition to a loss.
-        depth: number of its depth of multi-token prediction, from 1; 0 if it has none.
-        counts: factor on its loss in the step, such as the weight of a depth's loss.
+        holds_loss: whether the stage's forward ends in loss_func.
+        goes_on: whether the stage sends hidden states to a next stage, perhaps in addition to a
+            loss.
+        depth: number of the stage's module of multi-token prediction, from 1; 0 if it has none.
+        counts: factor on the stage's loss, such as the weight of a multi-token prediction.
         joins: takes the results on which a forward depends, and returns the forward's input.
     """
 

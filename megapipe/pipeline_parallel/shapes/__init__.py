@@ -25,7 +25,7 @@ def microbatches_of(
 ) -> Callable[[], Microbatches]:
     """Return a function that makes a new `Microbatches` for a stage.
 
-    It makes `Slices`, a subclass, if the table cuts microbatches into slices.
+    The function makes `Slices`, a subclass, if the table cuts microbatches into slices.
 
     Args:
         table: the schedule.

@@ -41,7 +41,7 @@ class Lengths:
     documents: Callable[[int], Documents | None] | None = None
 
     def of(self, microbatch: int) -> tuple[int, ...]:
-        """Return the lengths of the slices of this microbatch."""
+        """Return the length in tokens of each slice of the microbatch with this number."""
         if self.documents is None:
             return self.usual
         documents = self.documents(microbatch)
@@ -149,7 +149,7 @@ def joined(losses: Sequence[Loss]) -> Loss:
     """Return the loss of a microbatch, made from the losses of its slices in order.
 
     Raises: ConfigError if a loss is a mean over an unknown number of tokens, or if a reported value
-        is one number: such means cannot be joined.
+        is one number: means over unknown numbers of tokens cannot be joined.
     """
     if len(losses) == 1:
         return losses[0]

@@ -49,12 +49,12 @@ class Report:
         name: such as "rank 1 (pipeline rank 1, stage 1)"; the first number is the global rank.
         place: the pass or call in which the rank is, with its iteration.
         step: only the iteration.
-        since_s: seconds that it has been in this place.
-        waits: the message that it waits for; None if it waits for none.
+        since_s: seconds that the rank has been in this place.
+        waits: the message that the rank waits for; None if it waits for none.
         ahead: messages of this step that it has still to send or receive; None if it has not begun
             the step's passes.
         note: why it reports, such as "timed out".
-        cause: its own error, if no other rank has caused it; else None.
+        cause: the rank's own error, if no other rank has caused it; else None.
     """
 
     name: str

@@ -95,10 +95,10 @@ class _View(NamedTuple):
 
 @dataclass(eq=False)
 class _Kept:
-    """The storages that the forward of one microbatch saved.
+    """The storages (memory of tensors) that autograd saved in the forward of one microbatch.
 
     Attributes:
-        slots: {address of its memory: the storage}.
+        slots: {address: the storage there}.
         begun: the copies to the host, as `CopyLane.begin` returned them; None before pass O.
         leaf: the input, where the graph begins; None at the embedding.
     """
@@ -155,9 +155,9 @@ class Activations(OfStage):
         return usual
 
     def _forward_alone(self, stage: Any, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Run a forward without a graph, and keep what R (recomputation) needs.
+        """Run a forward without a graph, and keep what the later recomputation (pass R) needs.
 
-        It keeps the input, the data and the random stream.
+        The input, the data and the random stream are kept.
 
         Args:
             stage: the stage.
@@ -189,8 +189,8 @@ class Activations(OfStage):
     def keep(self, number: int, last: int, keys: Tensor) -> Callable[[], Tensor]:
         """Hold the keys and values that a layer computed for a slice, for later slices.
 
-        Pass O of slice `last` offloads them. If there is none, O of the next slice of the
-        microbatch that has one does; if no later slice has one, they stay.
+        They are offloaded by pass O of slice `last`, or of the first later slice that has a pass O.
+        If no later slice of the microbatch has one, they stay.
 
         Args:
             number: number of the slice.
@@ -211,7 +211,7 @@ class Activations(OfStage):
         return _View.of(keys, slot).tensor
 
     def saving(self, stage: Any, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context for a forward that puts each tensor which autograd saves into a slot."""
+        """Return a context for a forward in which the storage of each saved tensor is recorded."""
         kept = _Kept()
         self._kept[microbatch] = kept
         # The hooks hold the dict and not `kept`: see `_drop`.
@@ -257,7 +257,7 @@ class Activations(OfStage):
     def hold(self, microbatch: int, x: Tensor | None, count: int = 1) -> None:
         """Count the bytes of an input x that is kept for R as held on the device.
 
-        They are counted `count` times; -1 removes them.
+        The bytes are counted `count` times; -1 removes them. x is None at the embedding.
         """
         size = self._size(microbatch)
         size.input = 0 if x is None else x.nbytes
@@ -362,7 +362,7 @@ def _of(buffer: Buffer | None, size: int) -> Tensor:
 def moves_of(setting: Setting) -> dict[int, Activations]:
     """Return {stage: the object that offloads and recomputes its activations}.
 
-    It is {} in an evaluation, and for a table without the passes O, L and R.
+    The result is {} in an evaluation, and for a table without the passes O, L and R.
 
     Args:
         setting: the step of this rank.

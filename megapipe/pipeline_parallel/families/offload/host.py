@@ -32,10 +32,10 @@ def size_class(size: int) -> int:
 class Sizes:
     """The measured activation bytes of one microbatch on a stage, or of its slice n.
 
-    Each microbatch overwrites them, so after a step the last one's are left.
+    Each microbatch overwrites the sizes, so after a step they are those from the last one.
 
     Attributes:
-        saved: bytes that autograd saved in its forward.
+        saved: bytes that autograd saved in the forward.
         copied: bytes that are copied to the host.
         input: bytes of the input, which is kept for a forward that runs again.
         keys: bytes of keys and values that are kept for later slices.
@@ -63,12 +63,13 @@ class Buffer(NamedTuple):
 class Copy:
     """A copy to the host or back (O or L) that has begun.
 
-    Calling it waits for its end, if the next pass needs that. `span` returns when it ran.
+    Calling the object waits for the end of the copy, if the next pass needs that. `span` returns
+    when the copy ran.
 
     Attributes:
         stream: the stream of copies in one direction.
         begun: the copies, as `CopyLane.begin` returned them.
-        needed: whether the next pass must wait for their end, as after L. After O it need not: the
+        needed: whether the next pass must wait for the copies, as after L. After O it need not: the
             memory that O frees is given only to work that the device runs after the copy.
     """
 
@@ -81,7 +82,7 @@ class Copy:
             self.stream.wait(self.begun)
 
     def span(self) -> tuple[Any, Any]:
-        """Return the marks (points in time) of its beginning and its end, once the copy is over."""
+        """Return (beginning, end) of the copy as marks, points in time, once the copy is over."""
         return self.stream.span(self.begun)
 
 
@@ -142,6 +143,6 @@ class Host:
     def give(self, buffer: Buffer) -> None:
         """Return a buffer to the free list.
 
-        Its next writer waits for the copy that still reads it.
+        Whoever writes to it next waits for a copy that still reads it.
         """
         self._free.setdefault(buffer.bytes.numel(), []).append(buffer)

@@ -18,7 +18,7 @@ from megapipe.pipeline_parallel.families.family import OfStage, Setting
 class Reporting(OfStage):
     """A stage whose layers report, during the last backward, that their gradients are complete.
 
-    Its module has a method `between_layers(cut)`, which returns a context for a forward. In this
+    The module has a method `between_layers(cut)`, which returns a context for a forward. In this
     context the module calls x = cut(x) with the hidden states before each layer. `saving` returns
     this context for the last forward.
 
@@ -41,8 +41,8 @@ class Reporting(OfStage):
     def _cut(self, stage: Any) -> Callable[[Tensor], Tensor]:
         """Return the function `cut` that the module calls before each layer.
 
-        It returns x unchanged. When the backward reaches that place, `done` is called for the layer
-        after it.
+        `cut` returns x unchanged. When the backward comes to this point, `done` is called for the
+        layer that follows.
         """
         seen: list[None] = []
 
@@ -64,7 +64,7 @@ class Reporting(OfStage):
 def stages_of(setting: Setting) -> dict[int, Reporting]:
     """Return {stage: its `Reporting`} for the stages whose layers report.
 
-    They are the stages for which the trainer gives `Weights.layer_done`, if the module has
+    These are the stages for which the trainer gives `Weights.layer_done`, if the module has
     `between_layers`.
 
     Args:

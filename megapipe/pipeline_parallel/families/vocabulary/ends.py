@@ -32,7 +32,7 @@ from megapipe.tensor_parallel.vocabulary import combine, packed_loss, size_of_lo
 
 
 class Shared(OfStage):
-    """A stage of a pipeline in which each rank has a share of the vocabulary's rows.
+    """A stage of a pipeline in which each rank has a share (equal part) of the vocabulary's rows.
 
     `combine` runs pass C: it computes the loss from the parts that the shares computed.
 
@@ -75,11 +75,12 @@ class Shared(OfStage):
     def _joined(self, given: list[Tensor]) -> Tensor:
         """Return the input of a stage that embeds tokens.
 
-        It is the sum of the embeddings from all shares, cut to the s tokens of this stage. Depth d
-        of multi-token prediction embeds the tokens from number d on. Its input is its hidden states
-        followed by the embeddings, [s + s, b, h].
+        The input is the sum of the embeddings from all ranks' shares, cut to the s tokens of this
+        stage. Module d of multi-token prediction embeds the tokens from number d on. Its input is
+        the hidden states of the stage before, followed by the embeddings: [s + s, b, h].
 
-        given: the embeddings from each share; for a depth the hidden states come first.
+        given: the embeddings from each share; for multi-token prediction the hidden states come
+            first.
         """
         depth = self._depth
         shares = given
@@ -171,7 +172,7 @@ def stages_of(setting: Setting) -> dict[int, Shared]:
 
 
 def _losses(place: Placement, *, evaluates: bool) -> int:
-    """Return the number of losses of a microbatch: the model's, and in training each MTP depth's.
+    """Return the number of losses: the model's, and in training one for each MTP module.
 
     `evaluates` says that the step is an evaluation.
     """
@@ -181,9 +182,9 @@ def _losses(place: Placement, *, evaluates: bool) -> int:
 def shape_of(sizes: Sizes) -> Callable[[Pass], Shape | None] | None:
     """Return a function that returns the shape of a message, given the pass that makes it.
 
-    Returns None if the vocabulary is not shared. The function itself returns None for hidden states
-    of the usual shape. `sizes` has the numbers on which shapes depend.
-    Raises: ConfigError for sequences that shares cannot work on.
+    Returns None if the vocabulary is not shared over the pipeline. The function itself returns None
+    for hidden states of the usual shape. `sizes` has the numbers on which shapes depend.
+    Raises: ConfigError if sequences differ in length, or do not divide over the ranks.
     """
     place = sizes.place
     length, batch, hidden = sizes.whole

@@ -39,8 +39,8 @@ class VocabularyShare(nn.Module):
         module: the stage that has the rows, in `embedding.word_embeddings` and `output_layer`.
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         data: the data iterator.
-        depths: number of depths of multi-token prediction. Depth d reads the microbatch's tokens
-            from number d on. The heads of all depths are computed in one pass.
+        depths: number of modules of multi-token prediction. Module d reads the microbatch's tokens
+            from number d on. The heads of all modules are computed in one pass.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class VocabularyShare(nn.Module):
 
         Args:
             tokens: [b, s], global ids.
-            labels: [b, s], global ids.
+            labels: [b, s], global ids. None is an error.
             position_ids: not used: the first stage adds embeddings of positions.
-        Returns: [s + depths, b, h], zeros for tokens of other shares. Depth d uses the s tokens
-            from number d on.
+        Returns: [s + depths, b, h], zeros for tokens of other shares. Module d of multi-token
+            prediction uses the s tokens from number d on.
         Raises: ConfigError without labels.
         """
         # Each rank reads the labels from its own batch, so that nobody has to send them.
@@ -100,7 +100,7 @@ class VocabularyShare(nn.Module):
     def look_up(self, microbatch: int) -> Tensor:
         """Run pass E: read a microbatch and return its embeddings from this share.
 
-        The result is as in `forward`.
+        It has the shape [s + depths, b, h], as `forward` returns it.
         """
         with torch.no_grad():
             output, _ = output_of(self._forward_step(self._data, self))
@@ -116,8 +116,8 @@ class VocabularyShare(nn.Module):
 
         All parts are in one message.
 
-        hidden: last hidden states of the model, then of each depth; [s, b, h], or [s/t, b, h] under
-            sequence parallelism over t ranks.
+        hidden: last hidden states of the model, then of each multi-token prediction module; [s, b,
+            h], or [s/t, b, h] under sequence parallelism over t ranks.
         """
         differentiated = torch.is_grad_enabled()
         labels = self._labels.pop(microbatch)
@@ -138,9 +138,10 @@ class VocabularyShare(nn.Module):
 
     @torch.no_grad()
     def head_gradient(self, microbatch: int, *losses: Tensor) -> None:
-        """Run pass T: add the gradient of this share's rows of the head to their main_grad.
+        """Run pass T: add the gradient of the head's rows in this share to the weight's main_grad.
 
-        losses: the messages from pass C, for the model's loss and then for each depth's.
+        losses: the messages from pass C, for the model's loss and then for each multi-token
+            prediction.
         """
         weight = self._use[1].weight
         kept = self._kept.pop(microbatch)
@@ -149,10 +150,11 @@ class VocabularyShare(nn.Module):
 
     @torch.no_grad()
     def rows_gradient(self, microbatch: int, *grads: Tensor) -> None:
-        """Run pass EW: add the gradient of this share's rows of the embedding to their main_grad.
+        """Run pass EW: add the gradient of the embedding's rows in this share to main_grad.
 
-        grads: gradients of the embedded tokens [s, b, h], for the model and for each depth. A
-            depth's tensor has the gradient of its hidden states before it.
+        grads: gradients of the embedded tokens [s, b, h], for the model and for each multi-token
+            prediction module. A module's tensor begins with the gradient of the hidden states, [s +
+            s, b, h].
         """
         weight = self._use[0].weight
         tokens = self._tokens.pop(microbatch)

@@ -19,7 +19,8 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch
 class Pairs:
     """A runner of overlapped pairs of passes, called by the executor.
 
-    It keeps its second thread from step to step. `device` is the rank's device.
+    The second pass of a pair runs in a thread that lasts from step to step. `device` is the rank's
+    device.
     """
 
     def __init__(self, device: torch.device) -> None:

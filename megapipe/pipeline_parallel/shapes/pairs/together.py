@@ -43,8 +43,8 @@ class _Ended(BaseException):
 class How(Enum):
     """The way in which two passes run: together, or one after the other.
 
-    If together, ONE_BEGINS and OTHER_BEGINS say which of them runs first, up to its first wait for
-    a collective. ONE is the pass that the table has first.
+    ONE_BEGINS and OTHER_BEGINS run them together: ONE, the pass that the table has first, or OTHER
+    runs first, up to its first wait for a collective. The third way runs one after the other.
     """
 
     ONE_BEGINS, OTHER_BEGINS, APART = range(3)
@@ -67,8 +67,8 @@ def how(
         one, other: the passes, in the order of the table.
         same_waits: returns whether both passes wait for the same collectives in the same order.
         synchronises: whether a stage's last backward also synchronises gradients, as Megatron's
-            does. It would also synchronise gradients of a backward that runs together with it, so
-            no two do.
+            does. Then no two backwards run together, because the gradients of both would be
+            synchronised.
     """
     kinds = {one.kind, other.kind}
     if not kinds <= set(_TURNS) or (synchronises and Kind.F not in kinds):
@@ -193,10 +193,12 @@ class Together:
             return one(), other()
 
     def _run(self, first: Callable[[], T], second: Callable[[], U], watch: Watch) -> tuple[T, U]:
-        """Run two passes together and return both results: `first` runs in this thread.
+        """Run two passes together, `first` in this thread and `second` in the other.
 
         Args:
+            first, second: functions that run the passes.
             watch: measures the waits of each pass.
+        Returns: (result of `first`, result of `second`).
         """
         pair = self._pair = self._pair or self._begun()
         made: list[U] = []
@@ -241,7 +243,8 @@ class Together:
     def _end(self, pair: Shared) -> None:
         """End the second pass after an error of the first one.
 
-        The second pass waits for a collective then, or has not begun.
+        At this time the second pass waits for a collective, or has not begun. `pair` is the state
+        that both threads share.
         """
         pair.first.over = True
         pair.second.ends = True
