@@ -74,7 +74,7 @@ def _copy_values(wanted: dict[str, Tensor], piece: nn.Module) -> None:
     """Copy a module's values into the tensors of the same names and shapes.
 
     Args:
-        wanted: tensors by name that have no value yet; the ones found here are removed.
+        wanted: {name: tensor without a value yet}. The tensors that get a value are removed.
         piece: the module, a part of the stage that was built alone.
     """
     for name, value in _tensors(piece).items():
@@ -94,10 +94,10 @@ def _check_copied(missing: set[str], span: LayerSpan) -> None:
 
 
 def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
-    """Yield the parts that are built alone for their initial values: each layer, embedding, loss.
+    """Yield the parts of a stage that are built alone for their initial values.
 
-    Embedding and loss are built with one layer each. The values of this layer are not used: a
-    layer's values come from the part with only that layer.
+    The parts are each layer, the embedding and the loss. Embedding and loss are built with one
+    layer each, whose values are not used.
 
     Args:
         span: the layers of the stage, and whether it has embedding or loss.

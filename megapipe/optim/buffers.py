@@ -60,7 +60,7 @@ class Positions(NamedTuple):
         of: {name of a parameter: (its first element, its shape)}.
         sections: the parameters before `owned`, grouped by learning rate and weight decay.
         owned: number of elements before the borrowed parameters, which use another parameter's
-            memory. These elements divide into ZeRO-1's equal shares.
+            memory. This number divides by the ranks of ZeRO-1.
         end: number of all elements.
     """
 
@@ -116,9 +116,9 @@ def positions(
 class FlatBuffers:
     """The flat tensors of one stage or bucket: weights, gradients and main parameters.
 
-    They are `model` (weights), `grads` and `main` (main parameters). The parameters become views of
-    `model`, and get `main_grad`, a view of `grads`. `start_reduce` and `start_gather` start
-    collectives on them, and `view` returns the part of one parameter.
+    The tensors are `model` (weights), `grads` and `main` (main parameters). The parameters become
+    views of `model`, and get `main_grad`, a view of `grads`. `start_reduce` and `start_gather`
+    start collectives on these tensors, and `view` returns the part of one parameter.
 
     Args:
         params: {name: parameter}, all of one floating dtype on one device.
@@ -136,11 +136,11 @@ class FlatBuffers:
         live: counts the bytes that are allocated and released within a step.
 
     Attributes:
-        share: the range of elements of `grads` and `model` that this rank updates: its share under
-            ZeRO-1, else all. `main` has these elements only.
-        sections: the parameters by learning rate and weight decay, with their place in this share.
+        share: the range of elements of `grads` and `model` that this rank updates: 1/n of them
+            under ZeRO-1 over n ranks, else all. `main` has these elements only.
+        sections: the parameters by learning rate and weight decay, with their elements in `share`.
         own: names of the parameters that are not borrowed.
-        shard: the weights in this share, also while `model` has no memory.
+        shard: the weights in `share`, also while `model` has no memory.
         rounds: whether `main` has another type than `model`, to which it must be rounded.
     """
 
@@ -234,9 +234,10 @@ class FlatBuffers:
                 view.copy_(part.view_as(view))
 
     def within(self, start: int, end: int) -> slice:
-        """Return which of the elements start..end of a flat tensor this rank's share contains.
+        """Return which of the elements start..end of a flat tensor this rank updates.
 
-        The slice counts from the share's beginning. It is empty if the two do not overlap.
+        The slice counts from the first element that this rank updates. It is empty if there is
+        none.
         """
         first = self.share.start
         begin = max(start, first)
@@ -254,7 +255,7 @@ class FlatBuffers:
     def share_of(self, whole: Tensor, name: str) -> Tensor:
         """Return this rank's elements of a full parameter, as a flat tensor.
 
-        They are the elements that `own_part` returns for tensors of the share's size.
+        They are the elements that this rank updates: under ZeRO-1 a part of the parameter, or none.
 
         Args:
             whole: the full parameter.
@@ -319,7 +320,7 @@ class FlatBuffers:
         return finish
 
     def start_gather(self) -> Callable[[], None]:
-        """Start to gather the weights that other ranks have updated, for use in passes.
+        """Start to gather the weights that other ranks have updated, for use in F, B and W.
 
         Returns: a function that waits for the weights.
         """
@@ -373,7 +374,7 @@ def _at_an_end(param: nn.Parameter) -> bool:
 
 
 def _add_to_main_grad(param: Tensor) -> None:
-    """Add the gradient that autograd left in .grad to main_grad, and release it."""
+    """Add the gradient that autograd left in param.grad to param.main_grad, and release it."""
     # A layer that adds its gradient itself returns none.
     if param.grad is None:
         return

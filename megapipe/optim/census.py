@@ -68,9 +68,10 @@ class Census(NamedTuple):
 
 
 def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
-    """Collect a list of the parameters on all ranks of the pipeline. Collective over it.
+    """Collect a list of the parameters on all ranks of the pipeline. Collective over the pipeline.
 
-    Of two mirrored replicas, the owner is the one in the first copy of the model.
+    Of a parameter's two replicas under DualPipe, the owner is the one in the first copy of the
+    model.
 
     Args:
         stages: this rank's stages in ascending order.
@@ -187,10 +188,10 @@ def _tie_problems(
     """Return the reasons why a parameter cannot repeat a weight; [] if it can.
 
     Args:
-        user: the parameter that repeats a weight.
+        user: the parameter that repeats a weight, such as a tied head.
         owner: the parameter with that weight; None if it does not exist.
         with_ends: with_ends[r] says whether pipeline rank r is in the group `ProcessMesh.ends`.
-        twins: {name: the parameter's replica on the mirrored rank}.
+        twins: {name of a parameter: its replica on another rank, under DualPipe}.
     """
     if owner is None or owner.tied_to is not None:
         return [f"parameter {user.name} is tied to {user.tied_to}, which no stage owns"]

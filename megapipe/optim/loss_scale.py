@@ -19,8 +19,8 @@ class LossScale:
     `start` returns the first value of a run, and `after` the value after a step.
 
     Attributes:
-        scale: the factor. Losses are multiplied by it before backward, and gradients are divided by
-            it afterwards.
+        scale: the factor. Losses are multiplied by the scale before backward, and gradients are
+            divided by it afterwards.
         dynamic: whether the scale changes; otherwise the counters are unused.
         good_steps: number of steps without overflow since the last overflow or doubling.
         overflows_left: number of overflows until the scale is halved. Only a doubling sets it back
@@ -36,7 +36,7 @@ class LossScale:
     def start(precision: PrecisionConfig) -> LossScale:
         """Return the scale at the beginning of a run.
 
-        It is --loss-scale if given, with --fp16 else --initial-loss-scale, and otherwise 1.
+        The scale is --loss-scale if given; else with --fp16 --initial-loss-scale; else 1.
         """
         if not precision.dynamic_loss_scale:
             # Without fp16 it multiplies by 1, which changes no bit.

@@ -18,7 +18,7 @@ from megapipe.errors import ConfigError
 class WeightDecay:
     """A weight decay that grows from `start` to `end` over `length` samples.
 
-    `of` makes it from the flags. `saved` and `loaded` convert it for checkpoints.
+    `of` makes the object from the flags. `saved` and `loaded` convert it for checkpoints.
 
     Attributes:
         start: the decay at the first step.
@@ -63,7 +63,7 @@ class WeightDecay:
     def saved(self) -> float | list[float | str]:
         """Return the decay in the form that a checkpoint holds.
 
-        It is a number if it is constant, otherwise the list [start, end, style, length].
+        A constant decay is a number, any other the list [start, end, style, length].
         """
         if self.style == "constant":
             return self.end
@@ -79,7 +79,7 @@ class WeightDecay:
 class LRSchedule:
     """The learning rate over a run: a warm-up, then a curve. It also has the weight decay.
 
-    `of` makes it from the flags.
+    `of` makes the object from the flags.
 
     Attributes:
         lr: the rate after the warm-up.
@@ -211,7 +211,7 @@ def weight_decay(schedule: LRSchedule, samples: int) -> float:
 def decoupled_rate(schedule: LRSchedule, samples: int, flags: OptimizerConfig) -> float | None:
     """Return the learning rate of word embeddings and output head; None without --decoupled-lr.
 
-    It follows the curve of `schedule`, between --decoupled-lr and --decoupled-min-lr.
+    The rate follows the curve of `schedule`, between --decoupled-lr and --decoupled-min-lr.
 
     Args:
         samples: number of samples consumed before the step.

@@ -46,8 +46,9 @@ class Norm:
         the model, in float64. Collective over the mesh.
 
         Args:
-            owned: buffers whose main parameters are on this rank.
-            flats: for each buffer a tensor of this rank's share, such as its gradients.
+            owned: buckets (flat buffers) whose main parameters are on this rank.
+            flats: for each bucket a flat tensor of the elements that this rank updates, such as
+                gradients.
             scale: factor by which the tensors are still to be multiplied.
         Returns: the norm; reading it waits for the device.
         """
@@ -91,7 +92,7 @@ class Norm:
         """Return the number of gradient elements that are exactly zero. Collective over the mesh.
 
         Args:
-            owned: buffers whose main parameters are on this rank.
+            owned: buckets (flat buffers) whose main parameters are on this rank.
             split: whether each data-parallel rank has only a share of the gradients.
         """
         found = torch.zeros(2, dtype=torch.int64, device=self.mesh.device)
@@ -141,7 +142,7 @@ class Norm:
         return [n for n in b.own if n in self.index and layout_of(self.params[n]).is_first(tp)]
 
     def _experts(self, owned: Sequence[FlatBuffers]) -> list[str]:
-        """Return the names of experts' parameters in the buffers.
+        """Return the names of experts' parameters in some buckets.
 
         All ranks of a stage return the same names.
         """

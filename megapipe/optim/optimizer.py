@@ -48,7 +48,7 @@ class Gradients:
 
 
 class Optimizer:
-    """An optimizer with clipping by the global norm: AdamW, or another rule by --optimizer.
+    """An optimizer with clipping by the global norm: AdamW, or what --optimizer names.
 
     The constructor moves parameters into flat buffers and gives each a `main_grad`. Parameters with
     requires_grad False are left alone. The constructor is collective over the pipeline; `reduce`
@@ -72,9 +72,9 @@ class Optimizer:
         gathers_later: leave updated weights to be gathered by the next step's passes, or by
             `gathers.settle`.
         reduces_in_bf16: round gradients to bfloat16 for the sums over ranks.
-        bucket_size: number of gradient elements that are summed over data parallelism at once, see
-            `buckets_of`.
-        num_buckets: number of buckets of each stage, instead of `bucket_size`.
+        bucket_size: number of gradient elements that are summed over data parallelism at once, at
+            least. None for no limit.
+        num_buckets: number of buckets of each stage, instead of `bucket_size`; or None.
 
     Attributes:
         chunks: for each stage, its buckets in the order in which their gradients are complete.
@@ -82,7 +82,8 @@ class Optimizer:
         gathers: gathers the weights.
         reduction: returns a new Reduction for a step's gradients.
         owned: the buckets with main parameters and state on this rank: all, or half under DualPipe.
-        moments: the rule's state: {name: a flat tensor for each bucket in `owned`}.
+        moments: the optimizer state: {name, such as exp_avg: [a flat tensor for each bucket in
+            `owned`]}.
         live: counts the bytes of sharded tensors that are full at the moment.
         steps: number of updates so far, which Adam's bias correction needs.
 
@@ -205,9 +206,9 @@ class Optimizer:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors that a resumed run needs and this rank owns.
 
-        They are {name of a state, such as exp_avg: {parameter: tensor}}. If the model has 16-bit
-        weights, the main parameters are added under "master". Uses of a tied weight without
-        optimizer state are left out, such as a head on the rank of its embedding.
+        The result is {name of a state, such as exp_avg: {parameter: tensor}}. If the model has
+        16-bit weights, the main parameters are added under "master". A tied parameter without
+        optimizer state, such as a head on the rank of its embedding, is left out.
 
         Tensors are views. Under ZeRO-1 they are full copies on the host, from which `load_state`
         takes the shares, and the call is collective over data parallelism.
@@ -248,7 +249,7 @@ class Optimizer:
         return [flat for _, flat in self.placed_flats(chunk)]
 
     def placed_flats(self, chunk: int) -> list[tuple[FlatBuffers, Tensor]]:
-        """Return [(its bucket's buffers, flat)] for each flat tensor that `flats` returns."""
+        """Return [(buffers of the bucket, flat tensor)] for each tensor of `flats(chunk)`."""
         own = self.chunks[chunk]
         found = []
         for n, b in enumerate(self.owned):
@@ -282,15 +283,15 @@ class Optimizer:
     def update(
         self, gradients: Gradients, rates: Rates, shrink: float = 1.0, *, keeps_grads: bool = False
     ) -> Gradients:
-        """Let the rule update this rank's parameters, and send the new weights to the other ranks.
+        """Update this rank's parameters, and send the new weights to the other ranks.
 
         Args:
             gradients: the result of `reduce`.
             rates: learning rates and weight decay.
-            shrink: the factor from clipping.
-            keeps_grads: the caller reads the gradients afterwards. A rule that changes gradients
-                other than by a factor then gets copies.
-        Returns: the gradients, after their multiplication by their scale and by `shrink`.
+            shrink: factor on the gradients from clipping by the norm.
+            keeps_grads: the caller reads the gradients afterwards. An optimizer that would
+                overwrite them then gets copies.
+        Returns: the gradients, multiplied by gradients.scale and by `shrink`.
         """
         factors: Factors = (gradients.scale, shrink)
         # Only a rule for flat parts can multiply and round in its sweep. For any other rule the
@@ -355,9 +356,10 @@ class Optimizer:
 
 
 def _zeros(buffers: FlatBuffers, kind: str, flags: OptimizerConfig) -> Tensor:
-    """Return zeros like `buffers.main`, as the first values of a state called `kind`.
+    """Return zeros of the shape of `buffers.main`, the first values of the state `kind`.
 
     Args:
+        kind: name of the state, such as exp_avg.
         flags: the optimizer's flags, which may ask for another type.
     """
     dtypes = {

@@ -28,19 +28,19 @@ class Reduction:
     """The sums over ranks of one step's gradients. The executor starts them stage by stage.
 
     Gradients are summed over tensor parallelism, over data parallelism, over DualPipe's replicas
-    and over the uses of tied weights. The executor calls `begin` before a stage's backward passes,
-    and `start` after the last one. During the last one it may call `start_early`, for buckets whose
-    layers are complete. `finish` is called at the end of the step.
+    and over parameters with a tied weight. The executor calls `begin` before a stage's backward
+    passes, and `start` after the last one. During the last one it may call `start_early`, for
+    buckets whose layers are complete. `finish` is called at the end of the step.
 
     Attributes:
         chunks: for each stage of this rank, its buckets in the order in which they are complete.
-        ready: for each stage and bucket, (first layer, number of layers of the stage). The bucket
-            is complete once the backward has passed its first layer, counted within the stage.
+        ready: for each stage and bucket, (the bucket's first layer within the stage, the stage's
+            number of layers). The bucket is complete once the backward has passed this layer.
         twins: buckets that also exist on the mirrored rank, in the same order on both ranks.
         ties: weights that are used several times.
         whole: buckets whose gradients stay unsharded though others are sharded; `finish` sums them.
-        dtype: type to which gradients are rounded for the transfer over data parallelism; None for
-            their own.
+        dtype: type to which gradients are rounded for the transfer over data parallelism; None to
+            keep their type.
     """
 
     chunks: Sequence[Sequence[FlatBuffers]]

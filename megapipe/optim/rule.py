@@ -78,9 +78,9 @@ def multiply(grad: Tensor, factors: Factors) -> None:
 class Part:
     """Some parameters that a rule updates in place, with their gradients, state and rates.
 
-    For an elementwise rule a part has many parameters in one flat tensor. For any other rule it is
-    a single parameter. `whole` and `mine` gather and cut a split parameter, and `round_value`
-    rounds it to the model.
+    A rule is an optimizer's formula, such as AdamW. For an elementwise rule a part has many
+    parameters in one flat tensor. For any other rule it is a single parameter. `whole` gathers a
+    split parameter, `mine` cuts it again, and `round_value` rounds it to the model's weights.
 
     Attributes:
         names: names of the parameters in the whole model.
@@ -144,20 +144,20 @@ class Part:
 # Checked at run time for the user's own rules.
 @runtime_checkable
 class Rule(Protocol):
-    """The interface of an optimizer's update, such as Adam's.
+    """The interface of an optimizer's formula, such as AdamW.
 
     A rule may also have these attributes:
     - `sweeps`: the rule itself multiplies gradients by Part.factors and rounds to Part.model.
     - `keeps_grad`: the rule leaves gradients as they are, but for multiplying by the factors. A
       rule without it is given copies whenever the gradients are needed again.
-    - `may_round`: its state may be stored in 16 bits.
+    - `may_round`: the optimizer state may be stored in 16 bits.
 
     `update` updates all parameters of a rank.
 
     Attributes:
         elementwise: the update of each element depends only on its own gradient and state. ZeRO-1
             may then split parameters.
-        state: names of the tensors that it keeps for every parameter.
+        state: names of the tensors that the rule keeps for every parameter, such as exp_avg.
     """
 
     elementwise: bool

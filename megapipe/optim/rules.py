@@ -19,7 +19,7 @@ from megapipe.optim.traits import FLAG, KNOWN
 
 
 class Adam:
-    """The rule AdamW, see adamw.py. Parameters, gradients and state may be stored in 16 bits.
+    """The optimizer AdamW. Parameters, gradients and state may be stored in 16 bits.
 
     `update` updates parts of the parameters. `flags` are the optimizer's flags.
     """
@@ -32,7 +32,7 @@ class Adam:
         self.flags = flags
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
-        """Update the parts in place. Tensors in 16 bits are updated in float32, and then rounded.
+        """Update parameters in place. Tensors in 16 bits are updated in float32, and then rounded.
 
         `steps` is the number of updates before this one.
         """
@@ -65,7 +65,7 @@ def _is_narrow(part: Part) -> bool:
 
 
 def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
-    """Yield (piece, copies) for each PIECE elements of a part, copied to at least float32.
+    """Yield (piece, copies) for each PIECE elements of some parameters, copied to at least float32.
 
     A piece is a Part with the copies. `copies` are (stored tensor, its copy in the wider type). The
     caller updates the piece, and then rounds each copy to its stored tensor.
@@ -91,7 +91,7 @@ def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
 
 
 class Sgd:
-    """The rule SGD with momentum, as in torch.optim: m = beta * m + g + decay * w; w -= lr * m.
+    """SGD with momentum, as in torch.optim: m = beta * m + g + decay * w; w -= lr * m.
 
     m is the momentum, g the gradient, w the weight, and beta is --sgd-momentum.
 
@@ -105,7 +105,7 @@ class Sgd:
         self.flags = flags
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
-        """Update the parts in place. `steps` is the number of updates before this one."""
+        """Update parameters in place. `steps` is the number of updates before this one."""
         for part in parts:
             grad = part.grad
             if part.weight_decay:
@@ -116,7 +116,7 @@ class Sgd:
 
 
 class Muon:
-    """The rule Muon for matrices between embedding and head, with AdamW for other parameters.
+    """The optimizer Muon for matrices between embedding and head, AdamW for other parameters.
 
     Muon orthogonalises the momentum by Newton-Schulz (Jordan 2024,
     kellerjordan.github.io/posts/muon). A matrix is gathered over tensor parallelism, and each rank
@@ -164,9 +164,9 @@ class Muon:
         """Return x [rows, columns] after orthogonalising and scaling it as --muon-scale-mode says.
 
         Args:
-            fused: () if x is one matrix. Otherwise the rows of several matrices alternate, and this
-                is the number of rows of each in turn: (2, 1, 1) for rows q q k v q q k v. Each
-                matrix is orthogonalised separately.
+            fused: () if x is one matrix. Otherwise the rows of several matrices alternate, and
+                these are the numbers of rows: (2, 1, 1) for rows q q k v q q k v. Each matrix is
+                orthogonalised separately.
         """
         # Groups of rows of several matrices alternate: each matrix is orthogonalised by itself.
         if fused:
@@ -249,7 +249,7 @@ _RULES: dict[str, Callable[[OptimizerConfig], Rule]] = {"adam": Adam, "sgd": Sgd
 
 
 def find_rule(flags: OptimizerConfig) -> Rule:
-    """Return the rule that --optimizer asks for.
+    """Return the optimizer's formula that --optimizer asks for.
 
     Raises: ConfigError for an unknown name, or if FILE.py:NAME does not return a Rule.
     """

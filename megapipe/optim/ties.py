@@ -73,10 +73,10 @@ class Ties:
 
     @cached_property
     def all(self) -> tuple[Tie, ...]:
-        """The tied weights of this rank, and those with uses on several ranks of its pipeline.
+        """The tied weights of this rank, and the ones that several ranks of its pipeline use.
 
-        Every rank of the axis mesh.ends lists the weights of several ranks, as it takes part in
-        their sums even without a use. The order is equal on all ranks.
+        Every rank of the axis mesh.ends lists the weights of several ranks, because all its ranks
+        take part in their sums. The order is equal on all ranks.
         """
         owners = self.census.owners
         users = defaultdict[str, list[Row]](list)
@@ -178,11 +178,11 @@ class Ties:
             self._send(tie, uses)
 
     def _send(self, tie: Tie, own: Sequence[str]) -> None:
-        """Broadcast the owner's weight over mesh.ends into the memory of this rank's uses.
+        """Broadcast the owner's weight over mesh.ends into this rank's parameters that repeat it.
 
         Args:
             tie: the weight.
-            own: names of this rank's uses, which share memory. If empty, the received weight is
+            own: names of these parameters, which share memory. If empty, the received weight is
                 discarded.
         """
         if own:
@@ -193,10 +193,10 @@ class Ties:
         self._from(tie.owner, weight)
 
     def add_gradients(self) -> None:
-        """Sum each weight's gradients over its uses.
+        """Sum the gradients of the parameters that share a weight, for each tied weight.
 
-        Collective over mesh.ends, the ranks of this pipeline that share weights. The uses with
-        optimizer state get the sum.
+        Collective over mesh.ends, the ranks of this pipeline that share weights. The parameters
+        with optimizer state get the sum.
         """
         for tie in self.all:
             own = [self.main_grad(name) for name in tie.on(self.mesh.pp.rank)]
@@ -212,7 +212,7 @@ class Ties:
                     own[0].copy_(total)
 
     def _sum_across(self, tie: Tie) -> Tensor:
-        """Return the sum of a weight's gradients over its uses on several pipeline ranks.
+        """Return the sum of the gradients of all parameters, on several ranks, that share a weight.
 
         Collective over mesh.ends, the axis of the ranks that share weights. The gradients are added
         in the order of `tie.uses`, so every rank gets a bitwise equal sum.

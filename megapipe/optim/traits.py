@@ -14,12 +14,12 @@ FLAG = "--optimizer"
 
 
 class Traits(NamedTuple):
-    """The properties of an optimizer's rule: the state that it stores, and what it allows.
+    """The properties of an optimizer: the state that it stores, and what it allows.
 
     Attributes:
         elementwise: whether ZeRO-1 may split parameters.
-        may_round: whether its state may be stored in 16 bits.
-        state: names of the tensors that it keeps for every parameter.
+        may_round: whether the state may be stored in 16 bits.
+        state: names of the tensors that are kept for every parameter, such as exp_avg.
     """
 
     elementwise: bool
@@ -37,7 +37,7 @@ KNOWN = {
 
 
 def traits_of(flags: OptimizerConfig) -> Traits:
-    """Return the properties of the rule that --optimizer asks for.
+    """Return the properties of the optimizer that --optimizer names.
 
     Raises: ConfigError for an unknown name, or if FILE.py:NAME does not return a Rule.
     """
@@ -66,7 +66,7 @@ def split_problem(
 
 
 def rounding_problem(flags: OptimizerConfig, may_round: bool) -> str | None:
-    """Return an error text if a rule's state cannot be stored in 16 bits, else None.
+    """Return an error text if an optimizer's state cannot be stored in 16 bits, else None.
 
     Args:
         may_round: whether the rule's state may be stored in 16 bits.

@@ -24,8 +24,8 @@ from megapipe.tensor_parallel.pieces import Pieces
 class Edge(NamedTuple):
     """The collectives at an edge of a tensor-parallel region, where tensors enter or leave it.
 
-    Forward runs a collective on the tensor. Backward runs the conjugate collective on its gradient,
-    such as a reduce-scatter after an all-gather.
+    Forward runs a collective on the tensor, such as an all-gather. Backward runs the conjugate
+    collective on the gradient, such as a reduce-scatter.
 
     Attributes:
         forward, backward: start a collective on a tensor, which they may overwrite, and return
@@ -54,7 +54,7 @@ def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
     Args:
         tp: the t ranks that split the region.
         sequence_parallel: outside of the region a rank has only its part of the tokens.
-        in_pieces: overlap the product with the collective, see `Pieces`.
+        in_pieces: compute the product in pieces, which overlap with the collective.
     """
     if tp.size == 1:
         return INSIDE
@@ -69,14 +69,14 @@ def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
 
 
 def closing(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
-    """Return the collectives where every rank's summand [s, ...] leaves a region.
+    """Return the collectives where a tensor leaves the region: every rank has a summand [s, ...].
 
     The result is the sum; under sequence parallelism this rank's tokens [s/t, ...] of the sum.
 
     Args:
         tp: the ranks that split the region.
         sequence_parallel: outside of the region a rank has only its part of the tokens.
-        in_pieces: overlap the product with the collective, see `Pieces`.
+        in_pieces: compute the product in pieces, which overlap with the collective.
     """
     if tp.size == 1:
         return INSIDE

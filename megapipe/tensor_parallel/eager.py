@@ -15,8 +15,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def eager(function: F) -> F:
     """Return the function, wrapped so that torch.compile calls it uncompiled.
 
-    A compiler would lose the side effects of a function. It would compile a function of a layer's
-    number once for each layer.
+    A compiler would lose the side effects of the function. If an argument is a layer's number, it
+    would compile the function once for each layer.
     """
     # Importing the compiler takes more than a second, so a run without --compile never does it.
     uncompiled = cache(lambda: torch.compiler.disable(function))  # type: ignore[no-untyped-call]

@@ -159,7 +159,7 @@ def exp_of(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
 
     Args:
         logits: [n, block]. shift: [n].
-        space: memory for the result, see `space_of`. If it has no elements, new memory is used.
+        space: memory for the result, from `space_of`. If it has no elements, new memory is used.
     """
     if not len(space):
         return (logits.to(space.dtype) - shift[:, None]).exp_()
@@ -170,7 +170,7 @@ def exp_of(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
 def with_block(
     logits: Tensor, highest: Tensor, total: Tensor, space: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Extend the running softmax denominator of n tokens by one block of logits.
+    """Add one block of logits to the running softmax denominators of n tokens.
 
     Args:
         logits: [n, block].
@@ -257,7 +257,7 @@ def space_of(rows: Tensor, width: int) -> Tensor:
 def _step(rows: Tensor) -> int:
     """Return the number of vocabulary rows in a block, for hidden states `rows` [n, h].
 
-    It is a multiple of 64, because products of odd widths use slower kernels.
+    The number is a multiple of 64, because products of odd widths use slower kernels.
     """
     elements = BLOCK_ELEMENTS if rows.device.type == "cpu" else BLOCK_ELEMENTS_GPU
     return max(elements // max(len(rows), 1) // 64 * 64, 64)
@@ -308,7 +308,7 @@ def vocab_parallel_linear_cross_entropy(
             `main_grad`; during a B pass it is deferred to the W pass.
         target: [...], ids in 0..v-1. Any other number, such as -100, marks a token without loss.
         sequence_parallel: x has this rank's tokens only, in its first dimension; target has all.
-        most_kept: the most logits to keep for backward, in x's type; 64M by default.
+        most_kept: the most logits to keep for backward, in x's type; None for 64M.
         cap: the number c of capped logits, c tanh(x W^T / c); None for plain ones.
     Returns: [...] in float32 (float64 for float64 x).
     """

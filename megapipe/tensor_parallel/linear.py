@@ -176,10 +176,10 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: the input has this rank's tokens only.
         blocks: number of equal parts of the output, each split over tp separately (2 for the gate
             and up projections of SwiGLU).
-        init_std: standard deviation of the initial weight; None for a uniform one, see Layout.
+        init_std: standard deviation of the initial weight; None for a uniform distribution.
         tied_to: global name of the parameter that this weight repeats, or None.
         fp8: how operands are quantised; None for no quantisation.
-        in_pieces: overlap the product with communication, if its rows are independent.
+        in_pieces: compute the product in pieces of its rows, which overlap with communication.
     """
 
     def __init__(
@@ -233,9 +233,9 @@ class RowParallelLinear(nn.Module):
         input_size, output_size: channels of the layer before it is split; input_size must divide
             by tp.
         sequence_parallel: the output has this rank's tokens only.
-        init_std: standard deviation of the initial weight; None for a uniform one, see Layout.
+        init_std: standard deviation of the initial weight; None for a uniform distribution.
         fp8: how operands are quantised; None for no quantisation.
-        in_pieces: overlap the product with communication, if its rows are independent.
+        in_pieces: compute the product in pieces of its rows, which overlap with communication.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Write linear(x, weight, bias) to `out`, and return it.
+    """Write linear(x, weight, bias) to `out`, and return `out`. There is no bias if it is None.
 
     Args:
         out: [..., out], contiguous and of x's type.
@@ -120,11 +120,10 @@ def _add_rounded(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 class Products:
     """The three products of a linear layer, in the type of their operands.
 
-    They are the output, the input's gradient and the weight's gradient. Subclasses in
-    tensor_parallel.fp8 quantise the operands.
+    Subclasses in tensor_parallel.fp8 quantise the operands.
 
-    `forward` computes the output, `input_grad` and `weight_grad` the gradients. `add_weight_grad`
-    adds the last one to a main_grad.
+    `forward` computes the output, `input_grad` the gradient of the input, and `weight_grad` the
+    gradient of the weight. `add_weight_grad` adds the latter to a main_grad.
 
     Attributes:
         by_rows: True if each row of `forward` and `input_grad` depends on one row of their first

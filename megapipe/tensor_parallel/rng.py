@@ -40,17 +40,17 @@ _BLOCK_ELEMENTS = 2**18
 class Stream:
     """A microbatch as its layers see it: its random streams, documents, ranks and slice.
 
-    A random stream is a generator for one place in one layer. Layers find this object by
-    `current_stream`.
+    A random stream is a generator for one use of random numbers in one layer, such as a dropout.
+    Layers find this object by `current_stream`.
 
-    `active` is a context in which layers find it, `activate` does the same without an end.
+    In the context `active` layers find this object. `activate` does the same without an end.
 
     Attributes:
         seed, sample: the run's seed, and the number of the microbatch's first sample in the whole
-            training. They name its random streams.
+            training. Both name the random streams.
         documents: the documents of each sequence, if attention or positions depend on them.
         recomputes: False if recomputation is switched off for this microbatch.
-        cp: the ranks that share its sequences; `cut` says which tokens are on this rank.
+        cp: the ranks that share the sequences; `cut` says which tokens are on this rank.
         dp: the ranks that run other microbatches in the same order at the same time.
         weigh: weigh(tokens, part=1.0) -> the weight of a layer's own mean loss, such as a router's,
             in the loss that the step differentiates. `tokens` is the number in the slice; with part
@@ -104,7 +104,7 @@ class Stream:
             _stream.reset(token)
 
     def activate(self) -> Token[Stream | None]:
-        """Do as `active` does, for the rest of the running contextvars context.
+        """Make this stream the current one, for the rest of the running contextvars context.
 
         Returns: contextvars' token, by which the caller restores the stream before.
         """
@@ -157,7 +157,8 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
 
     Args:
         x: [s/c, ...], the tokens of the current stream.
-        site: the layer and the place in it; with the current stream it names the mask.
+        site: the layer and the name of the dropout in it; with the current stream it names the
+            mask.
         tp: if given, x is this rank's slice of dimension `dim`. The mask of the whole dimension is
             drawn, unless dim is 0.
     Returns: the shape and type of x.
@@ -184,7 +185,7 @@ def draws(
 
     Args:
         shape: the shape of this rank's tensor.
-        site: the layer and the place in it.
+        site: the layer, and a name for this use of random numbers in it.
         device: the device of the result; a GPU and a CPU draw different numbers.
         tp: if given, the ranks that split dimension `dim`. The numbers are then a slice of the
             whole tensor's.
@@ -220,7 +221,7 @@ def _uniform(
     Args:
         shape: the shape of the whole tensor.
         first, rows: the first row to return, and the number of rows.
-        name: seeds the numbers, see `generator`.
+        name: seeds the numbers. Equal names give equal numbers.
     """
     row = math.prod(shape[1:])
     # Small blocks would be dominated by their generators, which take 20 us each on a CPU.

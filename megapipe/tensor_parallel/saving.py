@@ -20,7 +20,7 @@ _running: ContextVar[tuple[str, dict[int, str]]] = ContextVar("running")
 def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, wrapped so that tensors it saves for backward have a module's name.
 
-    --offload-modules chooses saved tensors by these names, see `saver`.
+    --offload-modules chooses saved tensors by these names, such as "attn_norm".
 
     Args:
         module: Megatron-LM's name of a part of a layer, as --offload-modules takes it.
@@ -40,7 +40,7 @@ def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saves(module: str, *tensors: Tensor) -> None:
-    """Give saved tensors the name `module` in place of the running function's, see `named`.
+    """Give tensors to be saved the name `module`, not the one of the running function.
 
     No effect where no function wrapped by `named` is running.
 

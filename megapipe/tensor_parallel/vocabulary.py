@@ -38,7 +38,7 @@ class VocabularyRows(nn.Module):
     Args:
         full: (v, h).
         part: (k, n): this is the k-th of n equal shares; tensor parallelism splits it again.
-        std: standard deviation of the initial weight; None for a uniform one, see Layout.
+        std: standard deviation of the initial weight; None for a uniform distribution.
         tied_to: global name of the parameter that this weight repeats, or None.
     Attributes:
         first: the first row, counted in the whole vocabulary.
@@ -71,7 +71,7 @@ class VocabularyRows(nn.Module):
 
 
 class Kept(NamedTuple):
-    """A share's state of a microbatch, kept from its loss to its weight gradient.
+    """The state of a vocabulary share for a microbatch, kept from the loss to the weight gradient.
 
     A share is one rank's rows of the output head.
 
@@ -97,7 +97,7 @@ def share_of_loss(
     differentiated: bool,
     cap: float | None = None,
 ) -> tuple[Tensor, Kept]:
-    """Compute the part of loss and input gradient that one share of the vocabulary knows.
+    """Compute one rank's part of loss and input gradient, from its share of the vocabulary's rows.
 
     Args:
         rows: last hidden states [n, h].
@@ -186,12 +186,12 @@ class Combined(NamedTuple):
 def combine(
     shares: Sequence[Tensor], hidden: int, tp: Axis, part: tuple[int, int] = (0, 1)
 ) -> Combined:
-    """Combine the messages of all shares into the loss, always in the order of the shares.
+    """Combine the messages of all ranks' shares into the loss, always in the order of the shares.
 
     Args:
         shares: the messages of `share_of_loss`, of one dtype.
         hidden: h. tp: the ranks that split each share.
-        part: (k, n): cut the tokens into n equal runs, and combine run k only, from 0.
+        part: (k, n): cut the tokens into n equal ranges, and combine range k only, from 0.
     """
     dtype = shares[0].dtype
     tokens = shares[0].numel() // (2 * hidden + 3 * _numbers(dtype))
@@ -242,7 +242,7 @@ def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, *losses: Tensor)
     Args:
         kept: the state that `share_of_loss` returned.
         weight: [v', h]. into: [v', h].
-        losses: messages of `packed_loss`, one for each run of the tokens.
+        losses: messages of `packed_loss`, one for each range of the tokens.
     """
     rows, labels, logits, cap = kept
     numbers = [loss.clone().view(wide_of(rows)).view(2, -1) for loss in losses]
@@ -268,11 +268,11 @@ def look_up(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_rows_gradient(ids: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add the gradient of the weight in `look_up` into a tensor, in place.
+    """Add the gradient of an embedding lookup to a tensor of the weight's shape, in place.
 
     Args:
         ids: [...], counted from the share's first row.
-        grad: [..., h], the gradient of the result of `look_up`.
+        grad: [..., h], the gradient of the embeddings that `look_up` returned.
         into: [v', h].
     """
     outside = without_loss(ids, into.shape[0])

@@ -70,9 +70,9 @@ class WeightGrads:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Return a context for forwards. Their layers will submit products to this object.
+        """Return a context for forwards, whose weight-gradient products come to this object.
 
-        The layers do so in backward, see `current_weight_grads`.
+        The layers submit these products in backward.
         """
         token = self.capture()
         try:
@@ -81,9 +81,9 @@ class WeightGrads:
             _current.reset(token)
 
     def capture(self) -> Token[WeightGrads | None]:
-        """Do as `capturing` does, for the rest of the running contextvars context.
+        """Do as `capturing` does, but to the end of the running contextvars context.
 
-        Returns: the token that resets it.
+        Returns: contextvars' token, which restores the state before.
         """
         return _current.set(self)
 

@@ -111,11 +111,11 @@ def _sees(mask: MaskSpec, piece: range, begin: int) -> bool:
 
 
 def _without_turns() -> AbstractContextManager[None]:
-    """Return a context in which a wait for messages lets no other pass of this rank run.
+    """Return a context in which this rank runs no other pass while it waits for messages.
 
     The number of earlier slices depends on the documents of this data-parallel rank. Ranks with
-    other documents wait a different number of times. If passes took turns at these waits, ranks
-    that share experts would start their collectives in different orders and deadlock.
+    other documents wait a different number of times. If the two passes of a pair alternated at
+    these waits, ranks that share experts would start collectives in different orders and deadlock.
     """
     return at_waits.do(None, at_waits.watch)
 

@@ -101,7 +101,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _pairs(q: Tensor, k: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors for n pairs of a sequence and a query group at a time.
+    """Yield the tensors for n query groups, of any sequences, at a time.
 
     n is chosen so that the scores of one block stay in the cache.
 

@@ -78,7 +78,8 @@ class Attention(nn.Module):
     def _by_blocks(self) -> bool:
         """Return whether attention is computed block by block in plain torch.
 
-        It is if it has dropout, or a feature that the kernels of torch and Transformer Engine lack.
+        That is so with dropout, or with a feature that the kernels of torch and Transformer Engine
+        lack.
         """
         drops = self.training and self.config.attention_dropout > 0
         return drops or self.config.needs_blocks

@@ -45,8 +45,8 @@ def growth(factor: float, weight: float) -> float:
 class Rotary:
     """The parameters of a rotary embedding.
 
-    `of` and `of_latents` make it from flags. `frequencies` returns the angle of each pair for one
-    position.
+    `of` and `of_latents` make it from flags. Channels are rotated in pairs. `frequencies` returns
+    the angle of each pair for one position.
 
     Attributes:
         dim: number of channels of a head that are rotated, from the first.
@@ -120,7 +120,8 @@ class Rotary:
     def frequencies(self, device: torch.device | None = None, tokens: int = 0) -> Tensor:
         """Return the angle in radians per position of each pair of channels: [dim / 2], float64.
 
-        tokens: length of the whole sequences, by which longrope chooses its divisors.
+        tokens: length of the whole sequences, by which longrope chooses its divisors. A `device` of
+            None is torch's default.
         """
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         plain = self.base ** (-exponents / self.dim) / self.stretch
@@ -139,8 +140,8 @@ class Rotary:
     def _kept_by_yarn(self, plain: Tensor) -> Tensor:
         """Return how much of its plain frequency each pair of channels keeps under YaRN: [dim / 2].
 
-        1 for fast pairs, 0 for slow ones, whose frequency is divided by the factor. It falls
-        linearly in between.
+        The number is 1 for fast pairs, and 0 for slow pairs, whose frequency is divided by the
+        factor. It falls linearly in between.
 
         Args:
             plain: [dim / 2], the frequencies without YaRN.

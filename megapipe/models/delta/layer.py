@@ -127,7 +127,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _of_heads(heads: int, tp: Axis, layout: Layout) -> nn.Parameter:
-    """Return an uninitialised parameter with a number for each value head of this rank."""
+    """Return an uninitialised parameter with one element for each value head on this rank."""
     return set_layout(nn.Parameter(torch.empty(heads // tp.size)), layout)
 
 
@@ -187,9 +187,11 @@ def _has_kernel() -> bool:
 def _fused_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, numbers: Tensor | None
 ) -> Tensor:
-    """Return the result of `gated_delta_rule`, by flash-linear-attention's kernel in bfloat16.
+    """Return the result of `gated_delta_rule`, whose arguments these are.
 
-    No GPU has run it yet.
+    It is computed by flash-linear-attention's kernel in bfloat16.
+
+    No GPU has run this yet.
     """
     kernel: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     b, heads, each, s, width = v.shape

@@ -70,8 +70,8 @@ def gated_delta_rule(
         q, k: [b, heads, s, dk], of length 1; q is scaled here by 1 / sqrt(dk).
         v: [b, heads, r, s, dv].
         decay: the logarithm of each token's factor on the state, at most 0: [b, heads, r, s].
-        beta: how far a token moves the state's answer to its key towards its value, from 0 (not at
-            all) to 1 (fully): [b, heads, r, s].
+        beta: how far a token moves the state's answer to the token's key towards the token's value,
+            from 0 (not at all) to 1 (fully): [b, heads, r, s].
         numbers: [b, s], the index of each token's document in its sequence. The state starts at 0
             in each document. None for a single document.
     """
@@ -108,9 +108,9 @@ def gated_delta_rule(
 
 @dataclass(frozen=True)
 class _Reach:
-    """The factors by which a token's update has decayed at another place of its chunk.
+    """The factors by which a token's update has decayed at other tokens of the chunk.
 
-    They are 0 between tokens of different documents. n counts the chunks of a sequence, c the
+    Factors between tokens of different documents are 0. n counts the chunks of a sequence, c the
     tokens of a chunk.
 
     Attributes:

@@ -44,17 +44,17 @@ from megapipe.tensor_parallel.fp8.quantise import (
 class _Matrix:
     """The weight [r, k] of one matrix product, in a flat buffer that ranks share.
 
-    Each rank has a part of it, finds the largest values of its part (`largest`), and quantises it
-    (`cast`). Then `give` passes the gathered matrix on to the product.
+    Each rank has a part of the matrix, finds the largest values of this part (`largest`), and
+    quantises it (`cast`). Then `give` passes the gathered matrix on to the product.
 
     Attributes:
         products: the module's FP8 products, which use the matrix.
-        number: its index in a parameter with several matrices, such as one for each expert; else 0.
-        start: its first element in the flat buffer.
+        number: the matrix's index in a parameter with several, such as one for each expert; else 0.
+        start: index of the matrix's first element in the flat buffer.
         r: number of rows.
         k: number of columns.
         own: this rank's elements, counted from the beginning of the matrix.
-        mine: this rank's elements, counted from the beginning of its share.
+        mine: the same elements, counted from the beginning of this rank's share of the buffer.
     """
 
     products: Scaled
@@ -77,7 +77,7 @@ class _Matrix:
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """The shape of the tensor of its scales: [] or [row blocks, column blocks].
+        """The shape of the tensor of the matrix's scales: [] or [row blocks, column blocks].
 
         [] stands for one scale per tensor.
         """

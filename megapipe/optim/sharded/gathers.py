@@ -97,7 +97,7 @@ class Gathers:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather all weights of the rank within this context, so that they can be read or written.
+        """Return a context in which all weights of the rank are gathered, to be read or written.
 
         All ranks must write equal values. At the end of the context each rank keeps its share of
         the values.

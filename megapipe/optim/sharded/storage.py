@@ -39,12 +39,12 @@ class Stored(NamedTuple):
 
     Attributes:
         bucket: the parameters.
-        stays: its gradients and weights are not sharded, though other buckets' are. It has rows of
-            a vocabulary that is split over the pipeline. Passes of the vocabulary use these rows
-            between the passes of the stage.
+        stays: the bucket's gradients and weights are not sharded, though those in other buckets
+            are. It has rows of a vocabulary that is split over the pipeline, which passes need at
+            any time.
         here: whether this rank has the bucket's optimizer state and updates it.
-        owner: the position on the axis mesh.twins of the rank that updates it; None if no other
-            rank has a replica.
+        owner: the rank that updates the bucket, as a position on the axis mesh.twins of the two
+            ranks with equal stages under DualPipe. None if no other rank has a replica.
     """
 
     bucket: Bucket
@@ -67,15 +67,15 @@ class Storage:
     Attributes:
         flags: the optimizer's flags, for the types of gradients and main parameters.
         groups: gives each parameter's factors on learning rate and weight decay.
-        ties: weights that are used several times.
+        ties: weights that several parameters share.
         live: counts the bytes of sharded tensors that are full at the moment.
         distributed: shard main parameters and state (ZeRO-1).
         grads: also shard gradients, except while passes use them (ZeRO-2).
         weights: also shard weights, except while passes use them (ZeRO-3).
         eight_bits: {name of a weight that is gathered in 8 bits: its FP8 products}. These weights
             are in separate buffers.
-        bucket_size: number of elements after which a bucket ends; None for no limit.
-        num_buckets: number of buckets of each stage, instead of `bucket_size`.
+        bucket_size: number of elements at which a bucket ends; None for no limit.
+        num_buckets: number of buckets of each stage, instead of `bucket_size`; or None.
     """
 
     flags: OptimizerConfig

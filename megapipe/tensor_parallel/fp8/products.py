@@ -65,7 +65,7 @@ class Recipe(NamedTuple):
 
 
 def products_of(recipe: Recipe | None) -> Products:
-    """Return the products of a layer by this recipe; unquantised products without a recipe."""
+    """Return the products of a layer that quantises by this recipe; unquantised for None."""
     if recipe is None:
         return PLAIN
     if recipe.kind == "delayed":
@@ -214,8 +214,8 @@ class Delayed(Scaled):
     """Products whose factors follow from the largest values of earlier steps (delayed scaling).
 
     Factors do not change during a step. So every microbatch has the same factors, in any schedule
-    and in recomputations. All ranks with this layer share them, so they are equal in every layout.
-    Before the first step has ended, an operand is scaled by its own largest value.
+    and in recomputations. All ranks with this layer have the same factors, in every layout. Before
+    the first step has ended, an operand is scaled by the largest value in it.
 
     `keeping(True)` starts a step, and `after` returns the history at its end.
 
@@ -316,8 +316,8 @@ def _on_gpu(
 ) -> Tensor:
     """Return a b^T + bias by torch's scaled product, for the arguments of `multiply`.
 
-    torch takes the left operand row by row and the right one column by column. fast: allow sums in
-    fewer bits. No GPU has run this yet.
+    torch takes the left operand row by row and the right one column by column. `fast` allows sums
+    in fewer bits. No GPU has run this yet.
     """
     left = _whole_steps(a.values)
     right = _whole_steps(b.values)

@@ -148,7 +148,7 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 def _scales(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the number that each block is multiplied by before it is rounded to FP8.
 
-    It is the largest power of two not above max / amax; 1 if amax is 0.
+    The number is the largest power of two not above max / amax; 1 if amax is 0.
 
     Args:
         amaxes: the largest absolute value of each block.
