@@ -57,7 +57,7 @@ class Background:
 
     Attributes:
         keep: which checkpoints stay on disk after a save: (--save-retain-interval,
-            --save-keep-last, iterations that may be removed), see `retention.Keep`.
+            --save-keep-last, iterations that may be removed).
     """
 
     keep: Keep = None, None, ()
@@ -146,8 +146,8 @@ class Background:
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether `start` can save these tensors, on every rank.
 
-        It can if the first checkpoint had each of them with the same number of bytes. False before
-        `learn`. Collective over the world.
+        It can if the first checkpoint had each of these tensors, with the same number of bytes.
+        False before `learn`. Collective over the world.
 
         Args:
             tensors: this rank's tensors by global name.
@@ -165,13 +165,13 @@ class Background:
         tensors: Mapping[str, Tensor],
         texts: Mapping[str, str],
     ) -> None:
-        """Copy the tensors and let the writer save the copy. They may change after this call.
+        """Copy the tensors and let the writer save the copy. The tensors may change afterwards.
 
         Args:
             folder: the temporary folder made by `commit.begin`.
             iteration: the checkpoint's iteration.
             tensors: this rank's tensors by global name.
-            texts: name -> content of further files, which the first rank writes.
+            texts: {file name: content} of text files, which the first rank writes.
         """
         assert self._buffer is not None, "a save has been learned from"
         if self._writer is None or self._writer.poll() is not None:

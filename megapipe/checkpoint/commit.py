@@ -170,9 +170,9 @@ def refuse_without_room(root: Path, needed: int = 0, disk: Path | None = None) -
 
     Args:
         root: the folder that holds the checkpoints' folders.
-        needed: bytes that the checkpoint takes at least. It also takes at least as much as the
-            newest existing one.
-        disk: an existing folder above `root`, if `root` may not exist yet.
+        needed: bytes that the checkpoint takes at least. The size of the newest existing checkpoint
+            counts if it is larger.
+        disk: an existing folder above `root`, if `root` may not exist yet; None if it does.
     """
     there = iterations_in(root)
     if there:
@@ -210,7 +210,7 @@ def clear(root: Path) -> list[str]:
 
 
 def aside(final: Path, why: str) -> Path:
-    """Return an unused path next to a checkpoint's: iter_0000020.tmp-1f3a5b7c for `why` = tmp."""
+    """Return an unused path next to `final`: iter_0000020.tmp-1f3a5b7c for `why` = tmp."""
     return final.with_name(f"{final.name}.{why}-{secrets.token_hex(4)}")
 
 

@@ -195,10 +195,10 @@ def _in_turn(root: Path) -> Iterator[None]:
 
 
 def refuse_living(root: Path) -> None:
-    """Check that a folder has no owner that lives. Raises: CheckpointError if it has.
+    """Check that no running process owns a folder. Raises: CheckpointError if one does.
 
     Args:
-        root: the folder, see `Lock`.
+        root: the folder of --save.
     """
     owner = _read(root / NAME)
     if owner is not None and _lives(root / NAME, owner, TIMEOUT_S):
@@ -213,13 +213,13 @@ def _anothers(root: Path, owner: dict[str, Any]) -> CheckpointError:
 
 
 def refuse_others(root: Path) -> None:
-    """Check that a folder's owner is this process, or that it has none.
+    """Check that a folder's owner is this process, or that the folder has no owner.
 
     Another process may have taken the folder over while this one was stopped.
 
     Args:
-        root: the folder, see `Lock`.
-    Raises: CheckpointError if it has another owner.
+        root: the folder of --save.
+    Raises: CheckpointError if another process owns it.
     """
     owner = _read(root / NAME)
     if owner is None:
@@ -271,7 +271,7 @@ def _lives(path: Path, owner: dict[str, Any], timeout_s: float) -> bool:
 
     Args:
         path: the file that the owner touches.
-        owner: as `_read` returns it.
+        owner: the content of the owner's file, with its machine and process id.
         timeout_s: seconds to wait for a touch of the file.
     """
     system = _system()
@@ -303,8 +303,8 @@ def _beat_of(path: Path) -> int | None:
 def _system() -> str | None:
     """Return a text that is equal for two processes if they see each other's process ids.
 
-    It is the boot id of the machine followed by the namespace of process ids. None if the kernel
-    does not show these two.
+    The text is the boot id of the machine followed by the namespace of process ids. None if the
+    kernel does not show these two.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

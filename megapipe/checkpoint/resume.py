@@ -84,9 +84,9 @@ def changed_settings(
     Args:
         saved: the configuration as it was saved. A field that is missing there is not compared.
             Nothing is compared if it has no seq_length, as it has not trained yet.
-        contents: the digests of data and tokenizer that were saved, see `ranks.contents`.
+        contents: {name: digest} of data and tokenizer files, as saved; None if none was saved.
         config: the flags of this run.
-        here: the same digests of this run. They are compared only if neither is None.
+        here: the same digests of this run. Digests are compared only if neither argument is None.
     Returns: name of the setting -> a text with both values.
     """
     changed: dict[str, str] = {}
@@ -154,7 +154,7 @@ def _decides(name: str, config: Config) -> bool:
 
 
 def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dict[str, str]:
-    """Return changes of the microbatch size and of the number of replicas, if they matter here.
+    """Return changes of microbatch size and number of replicas, if results depend on them.
 
     Dropout, for example, is drawn for each microbatch.
 
@@ -372,9 +372,10 @@ def _of_heads(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with the experts' settings in one form, such as a list of layers.
+    """Return the fields with settings of experts in one form, whatever flags gave them.
 
-    For a dense model these settings are removed.
+    For example, a layer frequency becomes a list of layers. For a dense model the settings are
+    removed.
 
     Args:
         fields: fields of ModelConfig by name.

@@ -146,7 +146,7 @@ def save_checkpoint(
         directory: the folder of --save, which all ranks must share.
         iteration: steps so far.
         stages: this rank's stages.
-        optimizer: None if nothing is trained.
+        optimizer: the optimizer; None if nothing is trained.
         state: other state of the run, as JSON: at least consumed_train_samples and
             consumed_valid_samples.
         schedule: the learning-rate curve in use; default: the curve of the flags.
@@ -316,11 +316,11 @@ def content_of(
 ) -> dict[str, Any]:
     """Return the part of state.json that changes during a run.
 
-    With the tensors it is the whole state of the run.
+    Together with the tensors this is the whole state of the run.
 
     Args:
         iteration: steps so far.
-        state: other state of the run, see `save_checkpoint`.
+        state: other state of the run, such as consumed_train_samples.
         config: the flags of this run.
         kept: the optimizer, if its state is saved too; else None.
         optimizer: the optimizer; None if nothing is trained.

@@ -89,7 +89,7 @@ def with_checkpoint_args(config: Config, look: Look = find_checkpoint) -> Config
 
     This is --use-checkpoint-args; without it, or without a checkpoint, the flags are returned
     unchanged. Sizes such as --num-layers come from the checkpoint, and so does dropout, as in
-    Megatron-LM. --moe-router-dtype does if it is not given. Flags on which the weights do not
+    Megatron-LM. So does --moe-router-dtype unless it is given. Flags on which the weights do not
     depend, such as --attention-backend, come from the command line.
 
     Args:

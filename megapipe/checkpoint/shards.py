@@ -121,7 +121,7 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
 def tensors_of(
     stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh
 ) -> dict[str, Tensor]:
-    """Return the tensors of this rank as a checkpoint has them, by key. They share storage.
+    """Return {key: tensor} for the tensors of this rank, as a checkpoint has them; not copied.
 
     A weight's key is its global name. Optimizer state has the kind in front, such as
     optimizer.exp_avg.NAME.
@@ -194,7 +194,7 @@ def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the full shape and dtype of each tensor by key, as errors print them.
 
     Args:
-        tensors: the tensors by key, see `tensors_of`.
+        tensors: {key: tensor}, as `tensors_of` returns them.
     """
     return {key: _fact(list(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 

@@ -43,7 +43,8 @@ class Job(TypedDict):
         ranks: number of ranks.
         files: name of a safetensors file -> (offset in the shared memory, size), in bytes.
         texts: name of a text file, such as state.json -> content; empty except on rank 0.
-        keep: which checkpoints stay after the save, see `retention.retain`.
+        keep: which checkpoints stay after the save: (--save-retain-interval, --save-keep-last,
+            iterations that may be removed).
     """
 
     folder: str
@@ -116,9 +117,9 @@ def _wait(folder: Path, done: Callable[[], bool]) -> None:
 
 @contextmanager
 def _signs_of_life() -> Iterator[None]:
-    """Write an empty line to stdout every BEAT_S seconds until the block ends.
+    """Return a context in which an empty line goes to stdout every BEAT_S seconds.
 
-    The lines go on while a slow disk delays the save, and stop if the process is stopped.
+    The lines go on while a slow disk delays the save. They stop if the process is stopped.
     """
     over = threading.Event()
 

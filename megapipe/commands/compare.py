@@ -199,7 +199,8 @@ def _write(folder: Path, text: str, rows: Sequence[Row]) -> None:
 def _config(name: str, pp: int, flags: Flags) -> Config:
     """Return the configuration of a run of the small GPT on `pp` ranks under a schedule.
 
-    A schedule that leaves the number of stages open has two on each rank. zb-auto chooses its own.
+    A schedule that leaves the number of stages open gets two on each rank. zb-auto chooses the
+    number.
     """
     line = (
         f"--num-layers {flags.layers} --hidden-size {flags.hidden} --num-attention-heads 4 "

@@ -60,7 +60,7 @@ class Composed:
 
     Attributes:
         recipe: the settings from which the table was built: name, sizes and what flags add.
-        built: the table without `schedule`'s last passes, and the tables that it was made from.
+        built: the table without passes around the step, and the tables from which it was made.
         schedule: the finished table, with optimizer and gradient passes around the step.
         notes: for a table from a file, a line for each flag whose passes the file already has.
     """
@@ -232,10 +232,10 @@ def stated(costs: Costs, args: Namespace) -> Costs:
 
 
 def _only_costs(args: Namespace) -> list[str]:
-    """Set each flag to None that asks for passes which the file already has.
+    """Set flags to None if they ask for passes that the file already has; return a line for each.
 
-    So a file that `show --shard` has written can be shown with --shard again. `stated` reads these
-    flags and must be called before. Return a line for each of them.
+    So a file that `show --shard` has written can be shown with --shard again. Call `stated`, which
+    reads these flags, before.
     """
     notes: list[str] = []
     given = [flag for flag in _PASSES if getattr(args, flag) is not None]

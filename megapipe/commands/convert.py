@@ -254,10 +254,7 @@ def _dtype(flags: Flags) -> torch.dtype | None:
 
 
 def _sizes(flags: Flags) -> Sizes:
-    """Return the parallel sizes and the layer implementation of the run that will load the export.
-
-    That run is Megatron-LM's.
-    """
+    """Return the parallel sizes and the layers of the Megatron-LM run that will load the export."""
     return Sizes(
         flags.target_tensor_parallel_size,
         flags.target_pipeline_parallel_size,

@@ -19,12 +19,12 @@ from megapipe.schedule.views.sliced import describe_keys, describe_slices, refer
 def described(built: Built, args: Namespace) -> list[str]:
     """Return the lines that describe a schedule table of `megapipe schedules show`.
 
-    First come flags without effect. Then come slices of microbatches, zb-auto's search, passes run
-    in pairs, copies to the host, and shards of weights, if the table has any.
+    First come flags without effect. Then come slices of microbatches, zb-auto's search, overlapped
+    pairs of passes, copies to the host, and shards of weights, if the table has any.
 
     Args:
         built: the table, and the tables from which it was made.
-        args: the parsed flags of `show`, as `composed` has changed them.
+        args: the parsed flags of `show`, after `composed`, which clears some of them.
     """
     recipe = built.recipe
     table = built.table

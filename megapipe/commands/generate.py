@@ -109,7 +109,7 @@ def _modules(saved: Config, name: str | None) -> list[nn.Module]:
     Args:
         saved: the configuration of the training.
         name: the value of --model-provider; None for the built-in GPT.
-    Returns: the model, then each depth of multi-token prediction.
+    Returns: the model, then each module of multi-token prediction.
     """
     provider = find_provider(name) if name else gpt_provider
     build = stage_provider(provider)

@@ -39,13 +39,13 @@ class Watch(Protocol):
 
 
 class AtWaits(threading.local):
-    """The behaviour of a thread that is about to wait for a collective.
+    """The actions of a thread around each wait for a collective.
 
     `do` sets both attributes within a `with` block. `Pending.wait` reads them.
 
     Attributes:
         give_turn: called before the wait. It lets another pass of the rank compute, and returns
-            when this pass has its turn again. None if no other pass runs.
+            when this pass is to go on. None if no other pass runs.
         watch: measures the wait; None if nothing measures it.
     """
 
@@ -54,7 +54,7 @@ class AtWaits(threading.local):
 
     @contextmanager
     def do(self, give_turn: Callable[[], None] | None, watch: Watch | None) -> Iterator[None]:
-        """Set `give_turn` and `watch` within a `with` block, then restore the former ones."""
+        """Set `give_turn` and `watch`, or None, within a `with` block."""
         # Blocks may be nested, as when one pass runs within another one's turn.
         before = (self.give_turn, self.watch)
         self.give_turn = give_turn
@@ -109,7 +109,7 @@ class Pending:
 class Axis:
     """One axis of the mesh, such as tensor parallelism, as one of its ranks sees it.
 
-    Its methods are collectives over the ranks of the axis. `start_` methods return at once. An axis
+    The methods are collectives over the ranks of the axis. `start_` methods return at once. An axis
     of size 1 needs no group, and its collectives return their input.
 
     Attributes:
@@ -119,8 +119,8 @@ class Axis:
         group: communicator; None if size is 1.
         device: device of the tensors.
         shared: faster transfer between CPU ranks of one host, if there is one.
-        links: for a pipeline over NCCL, communicators for one direction between neighbours, see
-            `groups.link`.
+        links: for a pipeline over NCCL, communicators for messages between neighbours in one
+            direction.
         expert_axes: on the tensor-parallel axis, the experts' axes by their names "etp", "ep" and
             "experts" (see `ProcessMesh`); empty on other axes.
     """
@@ -283,7 +283,7 @@ class Axis:
         Args:
             read: called at the end of the exchange with every rank's x, in rank order.
             most: if ranks have different numbers of rows in x, the largest number.
-        Returns: the started exchange; None without shared memory, see `SharedMemory.start`.
+        Returns: the started exchange; None without shared memory.
         """
         if self.shared is None:
             return None

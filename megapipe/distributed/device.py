@@ -226,7 +226,8 @@ class CopyLane:
 
         Args:
             pairs: (destination, source) of each copy.
-            after: results of earlier calls, whose copies must be over first. None is skipped.
+            after: results of earlier calls of `begin`, whose copies must be over first. None is
+                skipped.
         Returns: the started copies, for `wait` and `span`.
         """
         previous = [other for other in after if other is not None]
@@ -262,7 +263,7 @@ def _copied(
 ) -> tuple[float, float]:
     """Copy (destination, source) pairs after the `previous` copies; return (begin, end).
 
-    These are in seconds of time.perf_counter().
+    Begin and end are in seconds of time.perf_counter().
     """
     for other in previous:
         other.result()
@@ -282,7 +283,7 @@ The memory of the results stays, and replay() runs the function's kernels again 
 
 
 def graph_pool(device: torch.device) -> Capture:
-    """Return `capture`, see `Capture`: its CUDA graphs share a private memory pool.
+    """Return a function that captures CUDA graphs, which share a new private memory pool.
 
     Captures must not overlap. No GPU has run this.
     """
@@ -344,13 +345,13 @@ _PEAK_TFLOPS = {
 def peak_tflops(device: torch.device) -> float | None:
     """Return a GPU's peak of dense 16-bit matrix products in TFLOP/s, by its data sheet.
 
-    It is None for a CPU, and for a GPU that is not in the table.
+    Returns None for a CPU, and for a GPU that is not in the table.
     """
     return None if device.type != "cuda" else peak_by_name(torch.cuda.get_device_name(device))
 
 
 def peak_by_name(name: str) -> float | None:
-    """Return a GPU's peak as `peak_tflops` does, by its name in the driver; None if unknown."""
+    """Return the 16-bit peak in TFLOP/s of a GPU by its name in the driver; None if unknown."""
     words = name.replace("-", " ").split()
     fitting = [part for part in _PEAK_TFLOPS if set(part.split()) <= set(words)]
     if not fitting:

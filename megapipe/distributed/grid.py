@@ -120,7 +120,7 @@ class Grids:
     def sets(self, *names: str) -> list[tuple[int, ...]]:
         """Return the sets of ranks that differ only along the named axes.
 
-        They are taken from the grid that has all of these axes.
+        The sets are taken from the grid, dense or of experts, that has all of these axes.
         """
         # Only pp is in both grids, with equal sets.
         grid = self.dense if self.dense.sizes.keys() >= set(names) else self.experts

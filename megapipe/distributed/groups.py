@@ -88,7 +88,7 @@ def buffer_bytes(
         collectives: number of ranks of each communicator for collectives.
         exchanges: number of ranks of each communicator for all-to-all, for which NCCL keeps
             separate channels.
-        senders: number of ranks that send to this rank over links, see `link`.
+        senders: number of ranks that send to this rank over links: communicators for one direction.
     """
     # From each of these ranks a channel receives; a sender's buffers lie on the receiver.
     others = sum(min(ranks - 1, 2) for ranks in collectives) + sum(ranks - 1 for ranks in exchanges)
@@ -98,7 +98,7 @@ def buffer_bytes(
 def group_of(
     sets: Sets, rank: int, device: torch.device, timeout: timedelta, *, is_link: bool = False
 ) -> dist.ProcessGroup | None:
-    """Return the process group of the set that has this rank; None if no set has it.
+    """Return the process group of the set that has this rank; None if no set has the rank.
 
     Every rank of the world must call this function with all sets.
 
@@ -127,8 +127,8 @@ def group_of(
 def links_of(parallel: ParallelConfig) -> int:
     """Return the number of communicators for messages within a pipeline.
 
-    These are `num_links` communicators between neighbours. With --vocab-parallel-pipeline there is
-    another one for messages to all ranks. They do not use the pipeline's own communicator, whose
+    These are `num_links` communicators between neighbours, and with --vocab-parallel-pipeline
+    another one for messages to all ranks. The pipeline's own communicator is not used, because its
     receives would occupy more thread blocks while they wait for their senders.
     """
     size = parallel.pipeline_model_parallel_size
@@ -154,9 +154,9 @@ def num_links(size: int) -> int:
 def link(src: int, dst: int, size: int) -> int | None:
     """Return the index of the communicator from src to dst; None if they are not neighbours.
 
-    Edges of the ring that meet at no rank share a communicator in each direction. Edges 0-1, 2-3,
-    ... share one pair, edges 1-2, 3-4, ... another. In a ring of odd size, the edge from the last
-    rank to rank 0 meets both kinds and has a third pair.
+    The ranks are a ring. Its edges 0-1, 2-3, ... have no rank in common, so they share two
+    communicators, one for each direction. Edges 1-2, 3-4, ... share two others. In a ring of odd
+    size, the edge from the last rank to rank 0 has two more.
 
     Args:
         size: number of ranks in the ring.
@@ -174,8 +174,7 @@ def link(src: int, dst: int, size: int) -> int | None:
 def host_group_of(sets: Sets, rank: int, minutes: float) -> dist.ProcessGroup | None:
     """Return a group for tensors on the host, of the set that has this rank.
 
-    It is for tensors on the host even if the device is a GPU. Every rank of the world must call
-    this function with all sets.
+    Every rank of the world must call this function with all sets.
 
     Args:
         sets: disjoint sets of global ranks.

@@ -16,7 +16,7 @@ class Layout:
     """The split of a parameter over tensor and expert parallelism, and its initial values.
 
     `local` returns the shape of a rank's slice, and `mine` the slice. `splits` and `pieces` say
-    which axes split it.
+    which axes split the parameter.
 
     Attributes:
         full: shape of the unsplit parameter, in which it is saved. Over t tensor-parallel ranks, a
@@ -105,7 +105,7 @@ class Layout:
     def is_first(self, tp: Axis) -> bool:
         """Return whether this rank is the first one along tp, or etp, that has its slice.
 
-        It is False on a rank whose slice an earlier rank has too, so that each slice counts once.
+        It is False on a rank if an earlier rank has the same slice, so that each slice counts once.
         """
         # If an axis splits the parameter, no other rank along it has this slice.
         name = "etp" if self.experts else "tp"
@@ -120,7 +120,7 @@ def whole_name(name: str) -> str:
 def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
     """Attach a layout to a parameter and return the parameter.
 
-    It also sets the attributes by which Megatron's code recognises a split parameter.
+    The attributes by which Megatron's code recognises a split parameter are set too.
     """
     dim, stride = _partition(tuple(param.shape), layout)
     attributes = {

@@ -62,11 +62,11 @@ class ProcessMesh:
         pp: the pipeline.
         etp: tensor parallelism of experts, which splits each expert.
         ep: expert parallelism, which distributes experts.
-        edp: the ranks with equal experts, which sum the gradients of these.
+        edp: the ranks with equal experts, which sum the gradients of the experts.
         experts: ep and etp together, the ranks that have all experts of a stage once.
         world: all ranks.
         ends: the ranks of this pipeline that share a weight: the first and the last one for a tied
-            embedding, and ranks with depths of multi-token prediction. Size 1 on all others.
+            embedding, and ranks with multi-token prediction. Size 1 on all other ranks.
         twins: this rank r and rank p-1-r of its pipeline, which hold equal stages under DualPipe.
             Size 1 for the middle rank of an odd pipeline, and under every other schedule.
         device: device of this process.
@@ -75,13 +75,13 @@ class ProcessMesh:
         position: where this rank is in its work, for diagnosis.
         store: a store that all processes share. None without a device mesh, and if
             torch.distributed was initialised before.
-        joint: {name: axis} for axes over several others that were asked for. megapipe's own code
-            needs none.
+        joint: {name, such as "tp-cp": axis over these two}, for the axes that the caller asked for.
         alone: a group of this rank alone, for code that asks for the group of an axis of size 1.
             None if torch.distributed does not know the groups.
         virtual_rank: the model chunk that Megatron's code is working on, only for `parallel_state`.
         virtual_size: number of model chunks on each rank, only for `parallel_state`.
-        is_guest: whether torch.distributed was initialised before. It then stays so after `close`.
+        is_guest: whether torch.distributed was initialised before. `close` then leaves it
+            initialised.
         kept: {name: state} that Megatron-like functions keep from step to step. All copies of a
             mesh share this dictionary.
     """
@@ -146,7 +146,7 @@ class ProcessMesh:
 
     @staticmethod
     def single(device: torch.device | None = None) -> ProcessMesh:
-        """Return the mesh of a single process, without groups."""
+        """Return the mesh of a single process, without groups; by default on the CPU."""
         device = device or CPU
         axes: dict[str, Any] = dict.fromkeys(axis_names(), Axis(device=device))
         return ProcessMesh(**axes, device=device)
@@ -169,14 +169,12 @@ class ProcessMesh:
         Args:
             parallel: the sizes of the axes.
             device: device of this process.
-            shares: the pipeline ranks with equal weights, see `Plan.shares`. "ends": ranks that use
-                the same embedding or head, such as (0, -1). "twins" is a key only if mirrored ranks
-                have equal stages.
-            facts: {name: value} that must be equal on all ranks, see `agreement.agree`; by default
-                the sizes of the axes.
+            shares: {name: pipeline ranks with equal weights}. "ends" are ranks that use the same
+                embedding or head, such as (0, -1). "twins" is a key only if ranks r and p-1-r have
+                equal stages, as under DualPipe.
+            facts: {name: value} that must be equal on all ranks; None for the sizes of the axes.
             joint: keys of JOINT, such as "tp-cp": axes over two others that get a group.
-            met: the result of `Met.of`, if ranks have met and compared their facts already; else
-                None.
+            met: the result of `Met.of`, if the ranks have compared their facts already; else None.
         Raises: ConfigError if the sizes do not divide the world, if ranks do not arrive in time, or
             if their facts differ.
         """
@@ -276,8 +274,9 @@ def _joined(
     Args:
         grids: the grids of the world.
         timeout: the timeout of messages and collectives.
-        shares, joint: see `ProcessMesh.create`.
-        links: number of communicators for the messages of a pipeline, see `groups.links_of`.
+        shares, joint: {name: pipeline ranks with equal weights}, and names of further axes, both as
+            for `ProcessMesh.create`.
+        links: number of communicators for messages within a pipeline.
     """
     rank = dist.get_rank()
     device_mesh = device_mesh_of(grids, device)
@@ -313,12 +312,13 @@ def build_mesh(
     Args:
         grids: the grids of the world.
         rank: the global rank.
-        device: its device.
+        device: the rank's device.
         make_group: takes a name and disjoint sets of ranks. It returns the group of this rank's
             set, or None if no set has the rank. All ranks call it in the same order.
         device_mesh: torch's DeviceMesh, for distributed checkpoints; None without one.
-        shares, joint: see `ProcessMesh.create`.
-        num_links: number of communicators for the messages of a pipeline, see `groups.links_of`.
+        shares, joint: {name: pipeline ranks with equal weights}, and names of further axes, both as
+            for `ProcessMesh.create`.
+        num_links: number of communicators for messages within a pipeline.
     """
     # Axes by their sets of ranks, so that equal sets share one communicator.
     made: dict[tuple[tuple[int, ...], ...], Axis] = {}

@@ -43,7 +43,7 @@ model_parallel_is_initialized = is_initialized
 
 
 def _current(check_initialized: bool) -> ProcessMesh | None:
-    """Return the current mesh. Without one, raise ConfigError, or return None if not checked."""
+    """Return the current mesh. Without one, return None, or raise ConfigError if it is checked."""
     if check_initialized:
         return ProcessMesh.required()
     return ProcessMesh.current()
@@ -56,9 +56,9 @@ def _group(axis: Callable[[ProcessMesh], Axis], check_initialized: bool) -> Grou
 
 
 def _joint(mesh: ProcessMesh, name: str) -> Axis:
-    """Return the axis over several others, such as dp and cp, by the name of its group.
+    """Return the axis over several others, given its name, such as "tp-dp-cp".
 
-    Raises: ConfigError if the mesh was made without its group.
+    Raises: ConfigError if the mesh was made without that axis.
     """
     axis = joint_axis(mesh, name)
     if axis is None:
@@ -139,7 +139,7 @@ def get_data_parallel_group(
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> Group:
-    """Return `get_data_parallel_group` of a mesh on the CPU. On a GPU it raises ConfigError."""
+    """Return the data-parallel group of a mesh on the CPU. On a GPU it raises ConfigError."""
     _one_instance(partial_data_parallel)
     if ProcessMesh.required().device != CPU:
         raise ConfigError(
@@ -162,7 +162,7 @@ def get_expert_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> Group | None:
-    """Return the group of the ranks with the same experts. with_gtp_remat has no effect."""
+    """X"""
     _one_instance(partial_expert_data_parallel)
     return _group(lambda mesh: mesh.edp, check_initialized)
 
@@ -204,7 +204,7 @@ def get_data_parallel_world_size(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
-    """Return the size of the group that `get_data_parallel_group` returns for these arguments."""
+    """Return the number of data-parallel ranks; with_context_parallel counts cp ranks too."""
     _one_instance(partial_data_parallel)
     return _data(with_context_parallel).size
 
@@ -214,13 +214,13 @@ def get_data_parallel_rank(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
-    """Return this rank's position in the group that `get_data_parallel_group` returns."""
+    """Return this rank's data-parallel position; with_context_parallel counts cp ranks too."""
     _one_instance(partial_data_parallel)
     return _data(with_context_parallel).rank
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Return the global ranks of the context-parallel group."""
+    """Return the global ranks of the context-parallel group; None if there is no mesh."""
     mesh = _current(check_initialized)
     return list(mesh.cp.ranks) if mesh else None
 
@@ -293,7 +293,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this is the pipeline's first or last stage; False without a mesh.
 
-    For the arguments see `is_pipeline_first_stage`.
+    With ignore_virtual only the rank counts, else also `vp_stage`, the chunk.
     """
     mesh = ProcessMesh.current()
     if mesh is None:
@@ -322,13 +322,13 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Replace the current mesh by a copy with this number of chunks per rank."""
+    """Replace the current mesh by a copy with this number of chunks per rank; None for unknown."""
     # A mesh is frozen. The copy shares its groups and what code keeps in it.
     replace(ProcessMesh.required(), virtual_size=world_size).activate()
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Replace the current mesh by a copy with this current chunk."""
+    """Replace the current mesh by a copy in which `rank` is the current chunk, or None."""
     replace(ProcessMesh.required(), virtual_rank=rank).activate()
 
 
@@ -387,7 +387,7 @@ def _one_instance(partial_data_parallel: bool) -> None:
 
 
 def _is_chunk(chunk: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Return whether vp_stage is this chunk. It is True if chunks are ignored or not set.
+    """Return whether vp_stage is this chunk; True if chunks are ignored, or were not set.
 
     Raises: ConfigError if vp_stage is needed and missing.
     """

@@ -31,10 +31,10 @@ _JOINT = {
 class ProcessGroupCollection:
     """Megatron's collection of a rank's process groups, with Megatron's names.
 
-    Fields have the names of axes: tp, pp, cp, dp, mp (tp with pp), ep, expt_ for experts, embd for
-    embeddings. A group is None if the rank has none, or if it was not asked for. dp_cp_ag and
-    expt_dp_ag are None, because parameters are gathered over dp_cp and expt_dp. `of` and
-    `use_mpu_process_groups` make the collection from a mesh.
+    The fields are groups, named after their axes: tp, pp, cp, dp, mp (tp with pp), ep, expt_ for
+    experts, embd for embeddings. A group is None if the rank has none, or if it was not asked for.
+    dp_cp_ag and expt_dp_ag are None, because parameters are gathered over dp_cp and expt_dp. `of`
+    and `use_mpu_process_groups` make the collection from a mesh.
     """
 
     tp: Group | None = None
@@ -124,10 +124,10 @@ def _nobody_else() -> Group:
 
 
 def joint_axis(mesh: ProcessMesh, name: str) -> Axis | None:
-    """Return the axis over two others, such as tp and cp; None if the mesh has no group for it.
+    """Return the axis over two others, such as tp and cp; None if the mesh has no such group.
 
-    No group is needed in two cases. If one of the two axes has size 1, the other one is returned.
-    If the two make up the world, the axis `world` is.
+    No group is needed in two cases. If one of the two axes has size 1, the other axis is returned.
+    If the two make up the world, the axis `world` is returned.
 
     Args:
         name: a key of JOINT, such as "tp-cp".

@@ -284,10 +284,10 @@ class Started:
 
 
 def _where(descriptor: int) -> list[Any]:
-    """Return a list with which another process can open a file descriptor of this one.
+    """Return a list with which another process can open a file descriptor of this process.
 
-    Its first item is a path. The others are the result of `_identity`, by which `_open` checks that
-    both processes mean one file.
+    The first item is a path. The other items are the result of `_identity`, by which `_open` checks
+    that both processes mean one file.
     """
     identity = _identity(f"/proc/self/fd/{descriptor}")
     return [f"/proc/{os.getpid()}/fd/{descriptor}", *identity]

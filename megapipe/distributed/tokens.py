@@ -45,7 +45,7 @@ class Cut:
     length: int = 0
 
     def whole(self, rows: int) -> int:
-        """Return the length of the full sequence if this rank has `rows` tokens of it."""
+        """Return the length of a full sequence, if this rank has `rows` of its tokens."""
         return rows * self.size if self.piece is None else self.length
 
     def spans(self, length: int, rank: int | None = None) -> Tokens:
@@ -115,7 +115,7 @@ def ahead(x: Tensor, depth: int) -> Tensor:
 
 
 def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
-    """Return part n = 0..of-1 of `of` equal parts of these tokens, in their order.
+    """Cut tokens, in order, into `of` equal parts, and return part n, counted from 0.
 
     Sequence parallelism gives this part to rank n of `of` tensor-parallel ranks.
 

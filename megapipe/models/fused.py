@@ -187,7 +187,8 @@ def _norm_backward(
 
     Args:
         grad: gradient of the norm's output, [..., n].
-        carried: gradient of x from the residual connection, added to x's; or None.
+        carried: gradient of x from the residual connection, which is added to the gradient of x; or
+            None.
         x: [..., n], the norm's input. bias: None for RMSNorm.
     """
     # With u = (x - mean) scale and g = dy weight (Ba et al. 2016):

@@ -51,10 +51,10 @@ class Embedding(nn.Module):
 
     Three kinds of stages have one:
 
-    1. The stage with the model's embedding.
-    2. A stage with a share of the vocabulary; it holds that share's rows of the word embedding.
-    3. A depth of multi-token prediction. It repeats the weights of the model's embedding. If the
-       ranks share the vocabulary, it has no word embedding: forward is given the tokens' vectors.
+    1. The first stage of the model. 2. A stage with a share (equal part) of the vocabulary; it
+    holds these rows of the word embedding. 3. A module (depth) of multi-token prediction. It
+    repeats the weights of the model's embedding. If the vocabulary is split over the ranks, it has
+    no word embedding: forward is given the tokens' vectors.
     """
 
     def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:
@@ -191,10 +191,10 @@ def head_of(config: ModelConfig, tp: Axis, tied_to: str | None) -> ColumnParalle
 
 
 class Depth(nn.Module):
-    """One depth of multi-token prediction, a pipeline stage of its own.
+    """One module (depth) of multi-token prediction, a pipeline stage of its own.
 
-    Its embedding and its head repeat the model's weights. Where all ranks share the vocabulary, it
-    has neither word embedding nor head, and `forward` is given the word embeddings.
+    The embedding and the head repeat the model's weights. If the vocabulary is split over the
+    ranks, the module has neither, and `forward` is given the word embeddings.
     """
 
     def __init__(
@@ -228,12 +228,12 @@ class Depth(nn.Module):
         return [end for end in (embedding.word_embeddings, self.head) if end is not None]
 
     def forward(self, x: Tensor, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the hidden states of this depth, [s, b, h].
+        """Return the hidden states of this module, [s, b, h].
 
         Args:
-            x: hidden states of the depth before, [s, b, h]. Where all ranks share the vocabulary,
-                the word embeddings that they found follow in the same tensor: [2s, b, h].
-            tokens, position_ids: [b, s], `depth` tokens ahead of x.
+            x: hidden states of the module before, or of the model: [s, b, h]. If the vocabulary is
+                split over the ranks, the word embeddings follow in the same tensor: [2s, b, h].
+            tokens, position_ids: [b, s], beginning d tokens after x for module d.
         """
         looked_up = None
         if not self.heads:
@@ -247,9 +247,8 @@ class Depth(nn.Module):
 class GPTModel(nn.Module):
     """The part of a GPT that a pipeline stage holds.
 
-    `span` says which: a run of layers, with or without the embedding, with or without the loss; or
-    one depth of multi-token prediction. A depth's tokens and labels are read `depth` tokens ahead
-    (data.loader.Batch.ahead).
+    `span` says which part: a range of layers, with or without embedding and loss; or one module
+    (depth) of multi-token prediction. Module d reads tokens and labels d tokens ahead.
 
     A tied output head is a parameter of its own with its own gradient; Layout.tied_to names the
     weight that it repeats. Both gradients are then summed in the same way whether or not the two
@@ -258,7 +257,7 @@ class GPTModel(nn.Module):
     Args:
         layer: builds a layer from (config, tp, the layer's number in the whole model).
     Attributes:
-        most_kept: number of logits that the fused loss may keep for backward, see plan.logits.
+        most_kept: number of logits that the fused loss may keep for backward.
     """
 
     def __init__(
@@ -308,7 +307,7 @@ class GPTModel(nn.Module):
     def take_hidden_states(self) -> Tensor:
         """Return the hidden states [s, b, h] that the last forward gave to its head.
 
-        The next depth continues from them. May be called once after each forward.
+        Multi-token prediction continues from them. May be called once after each forward.
         """
         hidden = _hidden.get()
         assert hidden is not None, "a forward comes first"
@@ -316,7 +315,7 @@ class GPTModel(nn.Module):
         return hidden
 
     def set_input_tensor(self, x: Tensor | None) -> None:
-        """Set the input of the next forward: the output [s, b, h] of the stage before.
+        """Set the input of the next forward: the output [s, b, h] of the stage before, or None.
 
         The name is Megatron-LM's. Stages without an embedding need it.
         """
@@ -344,9 +343,10 @@ class GPTModel(nn.Module):
         """Run one microbatch through this stage.
 
         Args:
-            tokens: [b, s], the tokens on this rank; needed with the embedding or as a depth.
-            position_ids: [b, s]; by default the positions in sequences of one document.
-            labels: [b, s]; used with the loss.
+            tokens: [b, s], the tokens on this rank. Only the stage with the embedding and
+                multi-token prediction need them.
+            position_ids: [b, s]; None for 0, 1, 2, ... in each sequence.
+            labels: [b, s]; used on a stage with a head. None returns logits.
         Returns: one of
             - hidden states [s, b, h], on a stage without a head of its own;
             - losses of the tokens [b, s], with a head and labels;

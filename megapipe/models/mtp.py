@@ -28,8 +28,8 @@ class MultiTokenLayer(nn.Module):
     """Combine hidden states with the next token's embedding, and apply a transformer layer.
 
     Args:
-        layer: the layer's number; depths count on from the model's last layer. It is part of the
-            keys of random streams and routing.
+        layer: number of the module's layer, counted on from the model's last layer. It is part of
+            the keys of random streams and routing.
         make: builds the transformer layer.
     """
 
@@ -60,10 +60,10 @@ class MultiTokenLayer(nn.Module):
         self.final_layernorm = parts.norm(config, config.hidden, sum_over_tp=sharded)
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
-        """Return the depth's hidden states, normed for the head.
+        """Return the hidden states of this prediction module, normed for the head.
 
         Args:
-            x: hidden states of the depth before, [s, b, h].
+            x: hidden states of the module before, or of the model: [s, b, h].
             embedded: embedding of the tokens that x predicts, [s, b, h].
         Returns: [s, b, h]. All three are [s/t, b, h] under sequence parallelism.
         """

@@ -90,9 +90,9 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 @eager
 def from_inputs(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Do as `recompute`, also if recomputation is switched off for the running microbatch.
+    """Run a function of `inputs` and recompute it in backward, whatever the flags say.
 
-    It is for functions whose activations are never kept, whatever the flags say.
+    Unlike `recompute`, it ignores that a microbatch may keep all activations.
     """
     # Where no input needs a gradient, a Function gets no backward, and the parameters inside would
     # get no gradient.

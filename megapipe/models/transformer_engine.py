@@ -203,8 +203,8 @@ class _Product:
     """x W^T by te.Linear, with the collectives of a column- or row-parallel layer.
 
     Weight gradients are added into `main_grad`. In a B pass Transformer Engine queues the product,
-    and a W pass runs the oldest product of the queue. That may belong to an earlier microbatch,
-    which leaves the sum over microbatches the same.
+    and a W pass runs the oldest product of the queue. This product may belong to an earlier
+    microbatch, which leaves the sum over microbatches the same.
 
     Args:
         shape: (inputs, outputs) of the layer before it is split.

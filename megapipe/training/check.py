@@ -48,8 +48,8 @@ DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 def start_block(config: Config) -> str:
     """Return the text to print at the start: a line for each flag that changes nothing.
 
-    Such a flag asks for what megapipe does anyway, or has no effect in this run. The text is
-    empty if there is no such flag.
+    Such a flag asks for something that megapipe does anyway, or has no effect in this run. The text
+    is empty if there is no such flag.
     """
     rows = [*config.noop_flags, *idle(config)]
     if not rows:

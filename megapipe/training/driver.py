@@ -70,12 +70,12 @@ class Driver:
     to its end. `ended` reports it.
 
     A step ends at once if the following work needs its weights, or if the run may end after it. It
-    also ends at once where a guess rarely holds: after a clipped or skipped step, until
-    --post-validation-after steps in a row were neither.
+    also ends at once after a clipped or skipped step, until --post-validation-after steps in a row
+    were neither.
 
     Args:
         run: this rank's part of the run.
-        hooks: changes that the user's program makes to the run.
+        hooks: the user's changes to the run, such as callbacks.
         saving: knows the last checkpoint, which messages name.
         batches_at: returns the microbatches of a step, given the number of samples before it.
     """
@@ -159,12 +159,13 @@ class Driver:
     def _step(self, before: Handover, leaving: Callable[[], bool]) -> Handover:
         """Run all passes of a step, with this rank's update among them.
 
-        A step that `before` left open is completed during these passes.
+        If the update of the last step is still unchecked (`before.open`), it is checked during
+        these passes.
 
         Args:
             before: the state that the last step handed over.
             leaving: returns whether this rank wants to stop.
-        Returns: the state for the next step. This step is open in it if its update was a guess.
+        Returns: the state for the next step. In it this step is open if its update was a guess.
         """
         run = self.run
         now = before

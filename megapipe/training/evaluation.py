@@ -28,7 +28,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of each value that loss_func reports, by name.
 
-    It is the sum of all values over the sum of all counts, as in Megatron-LM.
+    A mean is the sum of all values over the sum of all counts, as in Megatron-LM.
 
     Args:
         stages: this rank's stages, with the batch size of evaluations.
@@ -103,7 +103,7 @@ class Evaluation:
         Args:
             batches_at: returns the microbatches of a step, given the number of samples before it.
                 None, without validation or test set: nothing is evaluated.
-            where: names the evaluation in the report, such as "iteration 100".
+            where: the name of the evaluation in the report, such as "iteration 100".
             consumed: number of the first sample; by default where the last evaluation has stopped.
         """
         run = self._run

@@ -78,8 +78,8 @@ def pretrain(
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func). The iterator yields
             `data.loader.Batch`. It is None on stages that read no batches. Default: GPT's.
         datasets: returns the datasets. Items are arrays of token ids, or arrays by name.
-        hooks: parameter groups, a learning-rate curve, callbacks, stages that read batches; see
-            docs/extending.md.
+        hooks: the user's parameter groups, learning-rate curve, callbacks, and stages that read
+            batches.
     Raises: UserError with a text for the user, before any process group exists if possible.
         SystemExit(75) if the run was asked to stop before its end (docs/troubleshooting.md).
     """
@@ -104,7 +104,7 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
     Args:
         launch: the checked parts of the run.
         programs: the user's functions, whose files are compared.
-    Yields: (this rank's mesh, the plan). If the order of passes is searched, rank 0's plan.
+    Yields: (this rank's mesh, the plan). If the order of passes is searched, the plan is rank 0's.
     """
     config = launch.config
     if config.precision.deterministic_mode:
@@ -193,7 +193,8 @@ class Training:
         driver: runs the steps.
         evaluation: runs the evaluations.
         saving: saves checkpoints.
-        copies: the states in memory; None without --non-persistent-ckpt-type.
+        copies: the training states that are kept in memory; None without
+            --non-persistent-ckpt-type.
         check_files: raises if a data file has become shorter.
     """
 

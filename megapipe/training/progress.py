@@ -14,8 +14,8 @@ from megapipe.training.steps.step import StepResult
 class Progress:
     """The iterations and samples of a run so far, saved with every checkpoint.
 
-    `after` restores it from a checkpoint. `advance` counts a step. `last_iteration` returns the end
-    of the run, and `scheduled_samples` the place on the learning-rate curve.
+    `after` restores the progress from a checkpoint. `advance` counts a step. `last_iteration`
+    returns the end of the run, and `scheduled_samples` the place on the learning-rate curve.
 
     Attributes:
         iteration: iterations so far, skipped ones included.

@@ -64,7 +64,7 @@ class Reading:
     also_read: Collection[int] = ()
 
     def training(self, dataset: TokenDataset | None, progress: Progress) -> BatchesAt:
-        """Return a function from the number of samples before a step to its microbatches.
+        """Return a function: (samples consumed before a step) -> the microbatches of the step.
 
         Args:
             dataset: the training samples; None if the split leaves none.
@@ -90,7 +90,7 @@ class Reading:
         return self._batches(config, dataset, wraps=False)
 
     def evaluation(self, dataset: TokenDataset | None) -> BatchesAt | None:
-        """Return a function from the number of samples before a step to its microbatches.
+        """Return a function: (samples consumed before a step) -> the microbatches of the step.
 
         Evaluations past the last sample begin again at the first one. Returns None without a
         dataset.
@@ -113,7 +113,7 @@ class Reading:
         return any(gets_batches(self.place, stage, self.also_read) for stage in own)
 
     def _batches(self, config: Config, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
-        """Return a function from the number of samples before a step to its microbatches.
+        """Return a function: (samples consumed before a step) -> the microbatches of the step.
 
         Args:
             config: has the batch size.

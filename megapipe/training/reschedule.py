@@ -70,9 +70,9 @@ class Rescheduling(Callback):
         next(self._story, None)
 
     def _reschedule(self, run: Run) -> Iterator[None]:
-        """Measure steps, search a better table, take it, and print what that brought.
+        """Measure steps, search a better table, run under it, and print how much faster it is.
 
-        The generator yields at the end of each step of the run, in which nothing is left to do.
+        This is a generator: the caller advances it once for each step of the run.
         """
         # The first step warms up.
         yield
@@ -118,7 +118,7 @@ class Rescheduling(Callback):
         )
 
     def _timed(self, run: Run) -> Generator[None, None, tuple[list[float], StepsRan]]:
-        """Wait for N - 1 steps; yield before each one.
+        """Wait for N - 1 steps (N of --reschedule-after); yield before each one.
 
         Returns: (seconds of each step, [step][pipeline rank] -> its measured passes).
         """
@@ -141,8 +141,8 @@ class Rescheduling(Callback):
     def _found(self) -> object:
         """Return the search's result in JSON types; None before it is known.
 
-        It is an error's text, or [table, seconds under the old table, seconds under the new one,
-        costs]. Ranks other than 0 do not search and return None.
+        The result is an error's text, or [table, seconds under the old table, seconds under the new
+        one, costs]. Ranks other than 0 do not search and return None.
         """
         if self._search is None:
             return None

@@ -160,9 +160,9 @@ class Saving:
 
         Args:
             save: saves, or waits for a save.
-            last: whether the run ends with this save. Its failure then raises in any case.
-            alarmed: a warning of this failure was printed before, so only the consequence is
-                printed here.
+            last: whether the run ends with this save. A failure then raises in any case.
+            alarmed: whether a warning of this failure was printed before. Only the consequence is
+                printed then.
         Raises: CheckpointError for a failure that ends the run.
         """
         try:

@@ -29,7 +29,7 @@ class Back:
     Attributes:
         generation: the step to which the ranks went back; None if no step had the states of all.
         content: the rest of the state, as in a checkpoint's state.json.
-        lost: {rank whose memory was lost: the rank that gave it its state}, such as {3: 1}. With
+        lost: {rank whose memory was lost: the rank that sent the state back}, such as {3: 1}. With
             `generation` None it is {rank whose state nobody has: None}.
         reached: the most steps that any rank had trained before the ranks went back.
         world: the number of ranks when the generation was copied.
@@ -45,7 +45,7 @@ class Back:
 class Move(NamedTuple):
     """Bytes of a state that the rank `source` sends to the rank `target`.
 
-    If both are the same rank, it copies the bytes.
+    If source and target are the same rank, the bytes are copied.
 
     Attributes:
         source: the rank that has the bytes.
@@ -76,8 +76,8 @@ def go_back(
             sent between ranks.
         pieces: number of ranks of an earlier world -> which bytes of its states make up this rank's
             state. With None, states of another number of ranks are not used.
-    Returns: the step and the other state, see `Back`. None if no rank has any state in memory, as
-        at the start of a run.
+    Returns: the step, the state without tensors, and the ranks that had lost their memory. None if
+        no rank has any state in memory, as at the start of a run.
     """
     everyone = world.gather_json([copies.reached, copies.name, copies.listed()])
     reached = max(step for step, *_ in everyone)
@@ -192,7 +192,7 @@ def _bring(
     moves: Sequence[Move],
     header: Mapping[str, Any],
 ) -> None:
-    """Carry out the moves: send the bytes, compare checksums, and mark complete states as valid.
+    """Send the bytes of all moves, compare checksums, and mark complete states as valid.
 
     Args:
         copies: this rank's states.
@@ -200,7 +200,7 @@ def _bring(
         group: makes a process group of all ranks, if any move is between two ranks.
         slot: 0 or 1, the slot of all these states.
         moves: what goes where, the same list on all ranks.
-        header: the header of any state of the same step; only its checksum is replaced.
+        header: the header of any state of the same step; only the checksum in it is replaced.
     Raises: CheckpointError on the rank that received other bytes than were sent.
     """
     if not moves:
@@ -253,10 +253,11 @@ def _keep_again(
 ) -> None:
     """Send copies of states to the ranks that should keep them and do not have them any more.
 
-    So the next failure finds every state twice again.
+    After this every state is kept twice again.
 
     Args:
-        copies, world, group, slot, header: as for `_bring`.
+        copies, world, group: this rank's states, all ranks, and a function that makes their group.
+        slot, header: the slot of all these states, 0 or 1, and the header of any of them.
         names: for each rank, the name of its own state.
         has: for each rank, the states that it kept before `_bring`.
         moved: the moves that `_bring` has carried out.

@@ -40,7 +40,8 @@ class Clique:
     def owner(self) -> int:
         """The global rank that names this rank's state: the first rank with an equal state.
 
-        It is this rank itself unless data parallelism keeps the states of the clique equal.
+        It is this rank itself, unless the ranks of the clique are data-parallel replicas with equal
+        states.
         """
         return self.axis.ranks[self.axis.rank] if self.sends else self.axis.ranks[0]
 
@@ -61,8 +62,8 @@ def sets_of(config: Config) -> tuple[Sets, bool]:
     extension. J is --replication-jump, F --replication-factor. If F x J does not divide the number
     of ranks, which the extension demands, the last sets are larger.
 
-    Returns: (the sets, whether the ranks of a set send each other their states). They do not where
-        data parallelism keeps the states equal, or where each rank is alone.
+    Returns: (the sets, whether the ranks of a set send each other their states). Nothing is sent if
+        data parallelism keeps the states equal, or if each set is a single rank.
     """
     world = config.world_size
     if config.equal_states > 1:

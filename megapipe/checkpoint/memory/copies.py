@@ -54,14 +54,14 @@ class Copies:
         clique: the ranks that keep this rank's state.
         sizes: bytes of the state of each rank, in the order of the clique's ranks.
         state: this rank's tensors.
-        every: a copy is made after each step that is a multiple of this number.
+        every: copies are made after each step whose number is a multiple of this.
         world: number of ranks.
         layout: a text that is equal for runs which may take each other's states.
 
     Attributes:
         rank: the global rank of this process.
         name: the name of this rank's own state.
-        sizes: name -> bytes of each state that this rank keeps.
+        sizes: {name of a state that this rank keeps: its bytes}.
         content: a function that returns the rest of the state, as in a checkpoint's state.json.
         done: the step after which the last copy was made; None before the first copy.
     """
@@ -150,7 +150,7 @@ class Copies:
 
         Args:
             header: the header of the slot in which this rank's state is, without the checksum.
-            ended: a future that is done when the copies are, or gets the error.
+            ended: a future to complete when the copies are complete, or to fail with the error.
         """
         try:
             own = self._slots[self.name][self._slot]
@@ -230,7 +230,7 @@ class Copies:
         return max(pair[0].reached for pair in self._slots.values())
 
     def load(self, generation: int, slot: int) -> dict[str, Any]:
-        """Copy this rank's tensors from memory back into the run, and return its other state.
+        """Copy this rank's tensors from memory back into the run, and return the rest of the state.
 
         States of other steps are made invalid, also newer ones: the run goes on from here, and
         trains those steps again. States that this rank need not keep any more are removed.

@@ -77,7 +77,7 @@ def size_of(state: State) -> int:
 
 
 def pieces(state: State, rank: int, config: Config, before: int) -> list[Piece]:
-    """Return the byte ranges of earlier states that together are a rank's state now.
+    """Return the byte ranges of earlier states that together make up a rank's state now.
 
     The earlier run had another number of data-parallel ranks; all other parallel sizes are equal.
 
@@ -119,7 +119,7 @@ def pieces(state: State, rank: int, config: Config, before: int) -> list[Piece]:
 
 
 def _along(config: Config, rank: int, x: Kept, of: Config | None = None) -> tuple[int, ...]:
-    """Return the ranks that have shards of the same tensor as `rank`, or the whole tensor like it.
+    """Return the ranks that have shards or copies of the same tensor as `rank`.
 
     Args:
         config: the run whose ranks are returned.

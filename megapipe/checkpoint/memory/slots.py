@@ -41,9 +41,9 @@ _JANITOR = (
 class Slot:
     """A file in shared memory for a training state of one rank.
 
-    The file has a header and the bytes of the state. It is valid while its header is. `seal` writes
-    the header once the bytes are complete, and `drop` erases it. `header` returns it, and `sound`
-    also compares the checksum in it with the bytes.
+    The file has a header and the bytes of the state, and is valid while the header is. `seal`
+    writes the header once the bytes are complete, and `drop` erases it. `header` returns the
+    header, and `sound` also compares the header's checksum with the bytes.
 
     `reached` is the last step that the rank has trained. It may be set.
 
@@ -120,7 +120,7 @@ class Slot:
 
     @property
     def reached(self) -> int:
-        """The last step that the rank has trained. After a failure it shows how many are lost."""
+        """The last step that the rank has trained; after a failure it says how many are lost."""
         return int(_REACHED.unpack(self._memory[HEADER - _REACHED.size : HEADER])[0])
 
     @reached.setter
@@ -164,7 +164,7 @@ def own_folder() -> Path:
 
 
 def remove(own: Path) -> None:
-    """Remove a process's folder. The last process of the machine also removes its launcher's.
+    """Remove a process's folder. The last process of a launcher also removes the launcher's folder.
 
     Args:
         own: the process's folder, from `own_folder`.

@@ -48,8 +48,8 @@ class Launched:
     `hit` sends a signal to one rank, `signal_all` to all processes, and `end` kills all. `sees`
     waits for a condition, `trains` for some seconds, and `wait` until the command ends.
 
-    `poll` returns the exit status, `pids` and `ranks` the processes that live, `orphans` the
-    processes that outlive the command.
+    `poll` returns the exit status, `pids` all living processes, `ranks` the living training
+    processes, and `orphans` the processes that outlive the command.
 
     Attributes:
         log: the file to which the command's output is copied.

@@ -79,8 +79,8 @@ class Options:
 class Chaos:
     """A run that is broken again and again, and started anew if it has ended.
 
-    `run` goes on with that until the time is over. Each kind of fault has a method of its name,
-    such as `kill`, which returns a line for the log; empty if there was nothing to break.
+    `run` breaks until the time is over. Each kind of fault has a method of its name, such as
+    `kill`, which returns a line for the log; "" if there was nothing to break.
 
     Attributes:
         command: the launch line.
@@ -192,7 +192,7 @@ class Chaos:
     # one if there was nothing to break.
 
     def kill(self, run: Launched) -> str:
-        """Kill a drawn rank, or the launcher; half of the time while a checkpoint is written."""
+        """Kill a random rank, or the launcher; half of the time while a checkpoint is written."""
         where = "in a step"
         # A folder iter_*.tmp-* exists as long as a checkpoint is being written.
         if self.draw.random() < 0.5 and run.sees(lambda: any(self.save.glob("iter_*.tmp-*")), 30):
@@ -201,11 +201,11 @@ class Chaos:
         return run.hit(self.draw, signal.SIGKILL, launcher=self.draw.random() < 0.3, where=where)
 
     def stop(self, run: Launched) -> str:
-        """Stop a drawn rank by SIGSTOP, and never continue it."""
+        """Stop a random rank by SIGSTOP, and never continue it."""
         return run.hit(self.draw, signal.SIGSTOP)
 
     def delay(self, run: Launched) -> str:
-        """Stop a drawn rank by SIGSTOP, and continue it after at most two seconds."""
+        """Stop a random rank by SIGSTOP, and continue it after at most two seconds."""
         # A delay must cost nothing, so it is shorter than the usual timeouts.
         seconds = self.draw.uniform(0.1, 2.0)
         text: str = run.hit(self.draw, signal.SIGSTOP)
@@ -214,7 +214,7 @@ class Chaos:
         return text and f"{text}, {seconds:.1f} s"
 
     def disk(self, run: Launched) -> str:
-        """Act as a full disk for the next save, by a limit on the size of files (RLIMIT_FSIZE)."""
+        """Make the next save fail as on a full disk, by a limit on file sizes (RLIMIT_FSIZE)."""
         sizes = [path.stat().st_size for path in self.save.glob("iter_*/*.safetensors")]
         if not sizes:
             return ""
@@ -235,7 +235,7 @@ class Chaos:
         return f"files of at most {limit:,} bytes"
 
     def damage(self, run: Launched) -> str:
-        """Change, cut or remove a file of the newest checkpoint, and kill a drawn rank."""
+        """Change, cut or remove a file of the newest checkpoint, and kill a random rank."""
         sound = newest_sound(self.save)
         # Without a second checkpoint the run could only start from the beginning.
         if sound is None or len(list(self.save.glob("iter_???????"))) < 2:
@@ -249,15 +249,15 @@ class Chaos:
         return run.hit(self.draw, signal.SIGKILL, where=where)
 
     def node(self, run: Launched) -> str:
-        """Kill a drawn rank, and delete the training states that it keeps in shared memory."""
+        """Kill a random rank, and delete the training states that it keeps in shared memory."""
         return lose(run, self.draw)
 
     def pair(self, run: Launched) -> str:
-        """Do as `node` for a drawn rank, and for the ranks that keep copies of its state."""
+        """Kill a random rank and the ranks with copies of its state, and delete these states."""
         return lose(run, self.draw, pair=True)
 
     def flip(self, run: Launched) -> str:
-        """Do as `node` for a drawn rank, and damage the copies of its state on other ranks."""
+        """Kill a random rank, delete its own states in memory, and damage the copies of its state."""
         return lose(run, self.draw, flip=True)
 
 
@@ -305,7 +305,7 @@ def report(chaos: Chaos, minutes: float) -> None:
 
 
 def compare(chaos: Chaos) -> bool:
-    """Train the same flags without faults, and print the differences to the broken run.
+    """Run the same training without faults, and print where the broken run differs.
 
     Both are compared at the iteration of the newest undamaged checkpoint.
     Returns: whether weights and printed numbers are bitwise equal.

@@ -26,7 +26,7 @@ STAY_S = 1.0
 def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
     """Return a store that all processes share, once all ranks are there.
 
-    It is at MASTER_ADDR and MASTER_PORT. It belongs to torchrun, or rank 0 hosts it.
+    The store is at MASTER_ADDR and MASTER_PORT. Either torchrun hosts it, or rank 0.
 
     Args:
         rank: the global rank.

@@ -53,8 +53,7 @@ class Met:
         Args:
             parallel: the sizes of the axes, and the timeout.
             device: device of this process.
-            facts: {name: value} that must be equal on all ranks, see `agreement.agree`; by default
-                the sizes of the axes.
+            facts: {name: value} that must be equal on all ranks; None for the sizes of the axes.
         Raises: ConfigError if the sizes do not divide the world, if ranks do not arrive in time, or
             if their facts differ.
         """

@@ -22,7 +22,7 @@ def on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
 
     Args:
         work: the function. Its result must be representable in JSON.
-    Raises: as `together`, on all ranks.
+    Raises: the error of `work`, on all ranks.
     """
     first = mesh.world.rank == 0
     result = together(mesh, lambda: work() if first else None)
@@ -74,7 +74,7 @@ def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
 def room(error: BaseException, folder: Path | None) -> str:
     """Return a note on how much space is left on a folder's disk, to append to an error.
 
-    It is "" if the error is not about a full disk, or if there is no folder.
+    The note is "" if the error is not about a full disk, or if the folder is None or missing.
     """
     # No space, a full quota, or a file larger than the file system allows.
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

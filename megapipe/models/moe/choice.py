@@ -87,7 +87,8 @@ def sinkhorn(logits: Tensor, tokens: int, total: Callable[[Tensor], Tensor]) -> 
     Args:
         logits: [T, E], this rank's tokens.
         tokens: number of the microbatch's tokens on all ranks that have some of them.
-        total: sums an [E] over these ranks, so that the choice does not depend on their number.
+        total: sums a tensor [E] over these ranks, so that the choice does not depend on the number
+            of ranks.
     Returns: [T, E].
     """
     cost = logits.exp()

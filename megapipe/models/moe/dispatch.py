@@ -114,7 +114,8 @@ class Dispatcher(Protocol):
 
     Below, n is any width, e counts this rank's experts, and R the rows that they compute.
 
-    The gradient of `dispatch` is a `combine`, and the gradient of `combine` a `dispatch`.
+    The gradient of `dispatch` is computed by `combine`, and the gradient of `combine` by
+    `dispatch`.
 
     `dispatch` and `combine` move vectors, `dispatch_weights` and `combine_weights` one number for
     each choice.
@@ -148,7 +149,7 @@ class AllGatherDispatcher:
 
     Args:
         routing: the experts and weights of this rank's tokens.
-        edge: its forward gathers the tokens of all ranks, its backward sums the experts' outputs.
+        edge: collectives; the forward gathers the tokens of all ranks, the backward sums outputs.
         shares: the axis of the ranks whose tokens are gathered.
         own: the indices of this rank's experts among all experts of the layer.
         each: the fixed number of rows that one rank's tokens have at each expert, padding included;

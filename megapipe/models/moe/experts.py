@@ -49,7 +49,7 @@ def products(rows: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) 
     Args:
         rows: [R, in], sorted by expert. weight: [e, out, in].
         ends: [e], one past the last row of each expert.
-        how: the kind of product; see tensor_parallel.products.
+        how: computes the product of one expert, quantised or not.
     Returns: [R, out].
     """
     if _grouped(rows, weight.shape[1], how):
@@ -63,7 +63,7 @@ def input_grads(grads: Tensor, weight: Tensor, ends: Tensor, how: Products = PLA
     Args:
         grads: [R, out], the gradient of the result of `products`.
         weight: [e, out, in]. ends: [e], one past the last row of each expert.
-        how: the kind of product; see tensor_parallel.products.
+        how: computes the product of one expert, quantised or not.
     Returns: [R, in].
     """
     if _grouped(grads, weight.shape[2], how):
@@ -103,7 +103,7 @@ def add_products(
     Args:
         main_grad: [e, out, in]. dy: [R, out]. x: [R, in].
         ends: [e], one past the last row of each expert.
-        how: computes each expert's product, unless all are one grouped product.
+        how: computes the product of one expert, quantised or not.
     """
     if _grouped(dy, x.shape[1], how):
         # The product is bf16: rounded once for each microbatch, as add_product does on a CPU.
@@ -379,7 +379,7 @@ class _Stack(nn.Module):
 
     Args:
         layout: the layout of the weights.
-        shape: the shape of this rank's weights, (e, out, in). Its biases are [e, out].
+        shape: the shape of this rank's weights, (e, out, in). The biases are [e, out].
         bias: layout of the biases, or None for no biases.
         fp8: how operands are quantised; None for no quantisation.
     """

@@ -77,13 +77,13 @@ def attach(x: Tensor, loss: Tensor, weight: float) -> Tensor:
 def attach_late(x: Tensor, scores: Tensor, counts: Callable[[], Tensor], weight: float) -> Tensor:
     """Return x; its backward also adds weight x counts() to the gradient of the scores.
 
-    It is the gradient of a balancing loss, whose counts are known only in backward.
+    The added term is the gradient of a balancing loss, whose counts are known only in backward.
 
     Args:
         x: a tensor on the path to the model's loss.
         scores: the sums of the scores, [..., E].
         counts: returns the load of all slices of the microbatch, in the shape of `scores`.
-        weight: the loss's slope, see `slope`.
+        weight: factor of counts in the gradient, from `slope`.
     """
     dtype = scores.dtype
     return attach_gradient(x, scores, lambda: counts().to(dtype) * weight)

@@ -105,7 +105,7 @@ class Routing(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A router's record of one microbatch or slice, for the step's biases and logged losses.
+    """A router's record of one microbatch or slice, for the update of biases and for logged losses.
 
     Attributes:
         tokens: [E], the number of rows that each expert computes.
@@ -234,9 +234,9 @@ class Router(nn.Module):
         losses: dict[str, Tensor],
         compute: torch.dtype,
     ) -> Tensor:
-        """Return the weights [T, k]; their backward also starts the backward of the losses.
+        """Return the weights [T, k] of the choices; their backward starts the balancing losses too.
 
-        The losses use the scores without expert_bias, and the choices before any is dropped.
+        The scores are taken without expert_bias, and the choices before any is dropped.
 
         Args:
             weights, experts: [T, k]. logits: [T, E].
@@ -292,7 +292,7 @@ class Router(nn.Module):
             sums, counts: [1, E], or [sequences, E] for a loss of each sequence: the slice's sums of
                 scores, and how often each expert was chosen.
         Returns: (load, total). load() returns the counts of all slices, once all have run. total is
-            the sum of all slices' scores; None before the last slice.
+            the sum of all scores; None before the last slice.
         """
         name = (self.layer, kind)
         prefix = stream.prefix
@@ -310,10 +310,10 @@ class Router(nn.Module):
         return load, torch.stack([x for x, _ in parts.values()]).sum(0)
 
     def _so_far(self, kind: str, counts: Tensor, stream: Stream) -> Tensor:
-        """Return how often each expert was chosen, [rows, E], as a loss counts it.
+        """Return how often each expert was chosen, [rows, E], as the loss `kind` counts it.
 
-        They are the microbatch's own counts. For global_aux_loss they are summed over all
-        data-parallel ranks, and averaged over the step's microbatches up to this one.
+        Most losses count this microbatch's choices. global_aux_loss sums the counts over all
+        data-parallel ranks, and averages them over the step's microbatches so far.
         """
         if kind != "global_aux_loss":
             return counts
@@ -348,7 +348,8 @@ class Router(nn.Module):
     def _counted(self, experts: Tensor, kept: Tensor | None, most: int | None) -> Tensor:
         """Return the number of rows [E] that each expert computes, for `experts` [T, k].
 
-        With --moe-pad-expert-input-to-capacity each expert computes `most` rows, the capacity.
+        `kept` marks the choices that are not dropped; None keeps all. `most` is the capacity, if
+        any.
         """
         config = self.config
         if most is not None and config.moe_pad_expert_input_to_capacity:

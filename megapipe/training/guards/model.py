@@ -39,7 +39,7 @@ Parts = dict[str, list[int]]
 def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
     """Return a context that turns a lack of memory into a ConfigError: the flags must change.
 
-    On GPUs it also prints whether the communicators' buffers fit, see `fits`.
+    On GPUs it also prints whether the communicators' buffers fit the memory.
     """
     memory = memory_of(mesh.device)
     first_of_stage = mesh.dp_cp.rank == mesh.tp.rank == 0
@@ -102,10 +102,9 @@ def check_ownership(
     placement: Placement,
     mesh: ProcessMesh,
 ) -> list[int]:
-    """Check that every layer and parameter is on exactly one stage of each chain.
+    """Check that every layer and parameter is on exactly one stage of each copy of the model.
 
-    A chain of stages is one whole model. DualPipe has two, in opposite directions. Collective over
-    the pipeline.
+    DualPipe has two copies, in opposite directions. Collective over the pipeline.
 
     Args:
         modules: the stages of this rank in ascending order. A layer is a module `...layers.N`.
@@ -173,9 +172,9 @@ def _without_storage(
     """Build a part of the model on torch's meta device, to learn its names and shapes.
 
     Args:
-        provider: builds it.
+        provider: builds the part.
         model: the model's configuration.
-        span: the layers and ends of the part.
+        span: the layers of the part, and whether it has embedding and loss.
         tp: the tensor-parallel ranks.
     Raises: ConfigError if the provider needs values, which this device does not have.
     """

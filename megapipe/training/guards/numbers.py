@@ -26,9 +26,9 @@ OF_LAST = 100
 
 
 class Guard:
-    """Judges the losses and norms of a run. They are equal on all ranks, so ranks judge equally.
+    """Checks that losses and norms are finite and not too large. All ranks decide the same.
 
-    `step` runs a step and judges it, `judge` judges one that cannot run again.
+    `step` runs a step and checks its numbers. `judge` checks a step that cannot run again.
 
     Args:
         config: the run's configuration.

@@ -134,8 +134,8 @@ class ExitSignal:
     """Remembers a signal, or Ctrl-C, instead of letting it end the process.
 
     The same signal again changes nothing here: the run is saving, perhaps for minutes. Only a
-    second Ctrl-C ends the process. The watchdog does that, a thread of its own, as this one may
-    hang in a call.
+    second Ctrl-C ends the process. The watchdog does that in its own thread, because the main
+    thread may hang in a call.
 
     `received` says whether the signal has arrived, `close` stops listening.
 
@@ -166,8 +166,8 @@ class ExitSignal:
     def close(self) -> None:
         """Stop listening.
 
-        A signal that has arrived may arrive again while the process ends. It is ignored then, so
-        that it does not change the exit code.
+        A signal that arrives a second time, while the process ends, is ignored, so that it does not
+        change the exit code.
         """
         for number, before in self._before.items():
             handler = before

@@ -42,7 +42,7 @@ def facts(
 ) -> dict[str, str]:
     """Return, by name, texts that must be equal on all ranks: flags, versions, digests of files.
 
-    Only the contents of files count: each machine may have them in another place.
+    Only the contents of files are compared: each machine may have them in another folder.
 
     Args:
         config: the run's configuration.

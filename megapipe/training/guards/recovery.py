@@ -30,9 +30,10 @@ def kept_by(run: Run) -> Copies | None:
 
     Collective over the world.
 
-    Returns: None if no flag asks for copies, or if no launcher would start a lost rank again.
-    Raises: CheckpointError on all ranks if a machine's shared memory has no room, or if ranks of
-        one machine alone would keep a state.
+    Returns: the states. None if no flag asks for copies, or if no launcher would start a lost rank
+        again.
+    Raises: CheckpointError on all ranks if a machine's shared memory has no room, or if all copies
+        of a state would be on one machine.
     """
     config = run.config
     if not config.copies_state:
@@ -64,7 +65,7 @@ def kept_by(run: Run) -> Copies | None:
 
 
 def state_of(run: Run) -> State:
-    """Return the tensors of this rank's state, stage by stage."""
+    """Return the tensors of this rank's training state, a list for each stage."""
     mesh = run.mesh
     found = []
     for n, module in enumerate(run.modules):
@@ -93,10 +94,10 @@ def kept_line(sizes: Sequence[int], clique: Clique, every: int) -> str:
 
 
 def follow(run: Run, copies: Copies) -> None:
-    """Make each step of a run copy its state into memory.
+    """Make each step of a run copy the training state into memory.
 
     Args:
-        run: the run that trains, with the progress that it begins with.
+        run: the run, whose progress is already loaded.
         copies: the states in memory.
     """
     copies.content = partial(_content, run)
@@ -167,7 +168,7 @@ def _nothing(back: Back, copies: Copies) -> str:
 
 
 def newest_on_disk(run: Run) -> int:
-    """Return the iteration of the newest checkpoint in --save; 0 for none."""
+    """Return the iteration of the newest checkpoint in --save; 0 if there is none."""
     folder = run.config.checkpoint.save
     if folder is None:
         return 0

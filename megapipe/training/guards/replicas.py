@@ -143,7 +143,8 @@ def _folded(words: Tensor) -> Tensor:
     """Return one int64, a tensor [], that depends on all numbers of an int64 tensor.
 
     The numbers are arranged in rows of length _ROW. Column i is multiplied by the i-th odd number
-    of `_odd`, and each row is summed. The sums are folded in the same way, until one is left.
+    of `_odd`, and each row is summed. The sums are treated in the same way, until one number is
+    left.
 
     Args:
         words: the int64 tensor.

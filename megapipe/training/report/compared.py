@@ -43,9 +43,10 @@ class Measured:
         predicted_peaks: predicted peak of each rank, in bytes.
         exposed_communication: mean over ranks of the waits for collectives within passes; None if
             passes have no collectives.
-        predicted_exposed: its prediction; None if the plan's costs have no communication.
+        predicted_exposed: the prediction of that mean; None if the plan's costs have no
+            communication.
         copies: times of each rank's copies to and from the host, if the table has O and L.
-        predicted_copies: their prediction.
+        predicted_copies: the prediction of these times.
         again: the prediction from the passes of the first steps; None before there is one.
     """
 

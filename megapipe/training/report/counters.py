@@ -47,9 +47,9 @@ THIRD = 3
 class Counters:
     """The times of one rank's steps, exchanged with other ranks every few steps.
 
-    Every rank calls `add` after each step, outside its passes. On the rank that writes the log,
-    `now` returns the last comparison with the plan, and `straggler` a line on the slowest stage. On
-    all other ranks they return None and an empty text.
+    Every rank calls `add` after each step. On the rank that writes the log, `now` returns the last
+    comparison with the plan, and `straggler` a line on the slowest stage. On all other ranks they
+    return None and an empty text.
 
     A sample is a replica's measured costs of stages and links, taken every SAMPLE steps.
 
@@ -147,12 +147,12 @@ class Counters:
         return new
 
     def _read(self, watches: list[Stopwatch], schedule: Schedule) -> list[Slow]:
-        """Exchange the times of steps under one table over the pipeline. Collective.
+        """Exchange the measured times of steps over the pipeline. Collective.
 
         Args:
             watches: the times of each step.
             schedule: the table.
-        Returns: stages and links that are newly slow, or no longer, as `add`.
+        Returns: stages and links that have become slow, or are slow no longer.
         """
         steps = ran_by_all(watches, self.mesh.pp)
         if schedule is not self._schedule:
@@ -223,7 +223,7 @@ class Counters:
         Args:
             costs: measured costs of this replica.
             schedule: the table.
-        Returns: stages and links that are newly slow, or no longer, as `add`.
+        Returns: stages and links that have become slow, or are slow no longer.
         """
         comm = costs.comm if isinstance(costs.comm, tuple) else ()
         # A GPU may be slow in one replica only, so replicas are compared stage by stage.

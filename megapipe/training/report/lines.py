@@ -31,8 +31,8 @@ def iteration_line(moment: Moment, now: datetime) -> str:
 def short_line(moment: Moment, width: int = 80) -> str:
     """Return a line for people, with as many numbers as fit, the most important ones first.
 
-    Numbers that a flag asks for, and metrics of the user's own, follow the loss. They are never cut
-    off, and take no other number's place.
+    Numbers that a flag asks for, and the user's own metrics, follow the loss. These are never cut
+    off, and the line may become longer than `width`.
 
     Args:
         moment: the values to report.

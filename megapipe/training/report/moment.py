@@ -111,7 +111,7 @@ class Window:
     def losses(self) -> dict[str, float]:
         """Return the mean of each loss, by name, over the steps that updated and reported it.
 
-        If no step updated, return the losses of the last one.
+        If no step updated, return the losses of the last step.
         """
         means = {name: total / count for name, (total, count) in self._sums.items()}
         return means or self._last
@@ -127,7 +127,7 @@ class Moment:
         config: the run's configuration.
         progress: iterations and samples so far.
         result: the last step's outcome.
-        over: the steps that are reported.
+        over: the losses and times of the steps that are reported.
         lr: the learning rate of the next iteration, which Megatron-LM prints too.
         params_norm: L2 norm of all parameters; None without --log-params-norm.
         flops: model FLOPs of a token.

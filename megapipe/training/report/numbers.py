@@ -42,16 +42,16 @@ PREFIX = "megapipe/"
 class Number:
     """One logged number: how it is computed, and how each output shows it.
 
-    Its value is a number, a (measured, predicted) pair, several values for one text, or a dict of
-    values by name. An output whose attribute is empty does not show it.
+    The value is a number, a (measured, predicted) pair, several values for one text, or {name:
+    value}. An output whose attribute is empty does not show the number.
 
     Attributes:
         of: computes the value from a Moment; returns None if a step has no such number.
-        line: format of its field in Megatron-LM's line.
+        line: format of the number in Megatron-LM's line.
         short: (rank of importance in the short line, function that formats the value); None to
             leave it out. A number with a negative rank is never cut off.
         tag: tag in TensorBoard and Weights & Biases, every --tensorboard-log-interval.
-        line_tag: tag there, written with each line.
+        line_tag: the same kind of tag, written with each line.
         key: key in --metrics-file.
         null: whether --metrics-file has null for a step without this number.
         asked: returns whether the flags ask for the number.
@@ -107,9 +107,9 @@ PASSES = (
 
 
 def _of_passes(row: Number) -> Number:
-    """Return a number that takes a Moment, given one that takes a Measured, by `Moment.now`.
+    """Return a `Number` computed from a Moment, given one computed from its Measured.
 
-    Its value is None before anything was measured.
+    The value is None before anything was measured.
 
     Args:
         row: the number whose `of` takes a Measured.

@@ -66,7 +66,7 @@ class Profiler:
             self._began = iteration
 
     def after(self, iteration: int) -> bool:
-        """Write the trace after a step, if the window ends with it.
+        """Write the trace after a step, if the profiled steps end with it.
 
         iteration: number of steps so far.
         Returns: whether a trace was written.

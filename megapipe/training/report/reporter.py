@@ -40,7 +40,7 @@ Board = TensorBoard | WeightsAndBiases
 class Reporter:
     """Writes the log, boards and the metrics file on one rank; silent on all others.
 
-    The rank that writes has the loss. In Megatron-LM it is the last rank.
+    The rank that writes has the loss; in Megatron-LM the last rank writes.
 
     Every rank calls `measure` and `iteration` after each step, `validation` after an evaluation,
     `pause` after work between steps, and `close` at the end. `reading` times waits for samples.
@@ -108,7 +108,7 @@ class Reporter:
             self._predict_again()
 
     def _compare(self, now: Measured) -> None:
-        """Print the passes of the last steps next to the plan's prediction."""
+        """Print the measured passes of the last steps, `now`, next to the plan's prediction."""
         what = f"the last {now.steps} steps"
         if now.steps == 1:
             what = "one step"

@@ -64,7 +64,8 @@ class TensorBoard(Sink):
     ) -> None:
         """Write values by tag, against the iteration.
 
-        samples: number of samples so far; Megatron's tags are then written against it too.
+        samples: number of samples so far; Megatron's tags are then written against this number too.
+            None writes against the iteration only.
         """
         if self._to is None:
             return

@@ -34,10 +34,10 @@ def speed(moment: Moment) -> tuple[str, float]:
 
 
 def bubble(now: Measured) -> tuple[float, str, float] | None:
-    """Return (bubble, text with the shares of its parts, predicted bubble).
+    """Return (bubble, text with the parts of the bubble, predicted bubble).
 
-    The bubble is a share of the passes' time. The parts are table, stages, host and messages.
-    Returns None without a pipeline.
+    The bubble is a fraction of the passes' time. The parts are what causes it: table, stages, host
+    and messages. Returns None without a pipeline.
     """
     if len(now.ranks) == 1:
         return None
@@ -105,7 +105,7 @@ def peaks(now: Measured) -> tuple[list[float], list[float]] | None:
 
 
 def highest(now: Measured) -> tuple[float, int, float] | None:
-    """Return (highest peak in GiB, its rank, the rank's predicted peak); None on CPUs."""
+    """Return (highest peak in GiB, rank that has it, the rank's predicted peak); None on CPUs."""
     both = peaks(now)
     if both is None:
         return None

@@ -41,7 +41,7 @@ def documents_of(
 def gets_batches(place: Placement, stage: int, also_read: Collection[int]) -> bool:
     """Return whether a stage gets microbatches.
 
-    Stages with embedding, loss, a prediction depth or a share of the vocabulary get them.
+    Stages with embedding, loss, multi-token prediction or a share of the vocabulary get them.
 
     Args:
         place: the placement of stages on ranks.

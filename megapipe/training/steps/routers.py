@@ -56,8 +56,8 @@ class Routers:
         modules: this rank's stages.
         mesh: this rank's mesh.
         model: the model's configuration.
-        mirrored: whether each stage is on two ranks, as under DualPipe. Both then sum their tokens,
-            so that their expert biases stay equal.
+        mirrored: whether each stage is on two ranks, as under DualPipe. Both ranks then sum their
+            tokens, so that their expert biases stay equal.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ class Stages:
         stopwatch: times of the last training step whose passes are over.
         routers: the routers of this rank's layers with experts.
         scales: the FP8 scales of this rank's layers.
-        copy: begins to copy the state of a stage of this rank to a peer, see `Weights.copy`. None
-            where nothing is copied.
+        copy: takes the index of a stage of this rank, begins to copy its state to a peer, and
+            returns a function that waits. None where nothing is copied.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Stages:
     def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:
         """Return (tensor, its value after this step) of tensors that change without a gradient.
 
-        They are the expert biases of routers and the amax histories of FP8. Collective over the
-        ranks with these layers.
+        Such tensors are the expert biases of routers and the amax histories of FP8. Collective over
+        the ranks with these layers.
         """
         return [*self.routers.buffer_updates(), *self.scales.buffer_updates()]
 
@@ -143,7 +143,7 @@ class Stages:
             loss_scale: returns the factor on the loss when a backward needs it.
             weights: for each stage of this rank, the functions of passes that act on its weights,
                 such as the update. None if the table has no such pass.
-            iteration: the iteration's number in diagnoses; by default it follows from `consumed`.
+            iteration: the iteration's number in diagnoses; None computes it from `consumed`.
         """
         config = self.config
         mesh = self.mesh
@@ -204,7 +204,7 @@ class Stages:
         return finish
 
     def _copied(self, weights: Sequence[Weights] | None) -> Sequence[Weights] | None:
-        """Return `weights`, see `run`, with the function that copies each stage's state added."""
+        """Return the argument `weights` of `run`, with a function that copies each stage's state."""
         if self.copy is None or weights is None:
             return weights
         return [replace(own, copy=partial(self.copy, n)) for n, own in enumerate(weights)]

@@ -246,7 +246,7 @@ def train_step(
 ) -> StepResult:
     """Run forward, backward, reduction, clipping and update, and return the outcome.
 
-    A call after a skipped step, with the same arguments, computes the same.
+    A second call with the same arguments, after a skipped step, computes the same.
 
     Args:
         stages: this rank's stages.
@@ -256,7 +256,7 @@ def train_step(
         rates: learning rates and weight decay.
         loss_scale: factor on the loss before the backward.
         refuses: given the mean losses by name, returns whether nothing must be updated.
-        iteration: the iteration's number in diagnoses; by default it follows from `consumed`.
+        iteration: the iteration's number in diagnoses; None computes it from `consumed`.
     """
     optimizer.zero_grad()
     sums = optimizer.reduction()

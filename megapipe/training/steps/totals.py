@@ -90,8 +90,8 @@ class Adder:
             evaluate: whether the step is an evaluation.
             extra: further numbers to sum, [n] in float64; n is the same on every rank. None for no
                 further numbers.
-        Raises: RanksDiffer, when the result is read, if ranks are at different samples. They would
-            add up different steps unnoticed.
+        Raises: RanksDiffer, when the result is read, if ranks are at different samples. Without
+            this check, losses of different steps would be added unnoticed.
         """
         # All ranks of a tensor-parallel group have the same losses.
         mine = losses if self.mesh.tp.rank == 0 else ()
@@ -156,7 +156,7 @@ def _rows(
     Args:
         losses: the losses of this rank's microbatches.
         names: the names of reported values, in the order of the rows.
-        check: two pairs of numbers. Their sums show whether ranks are at the same step.
+        check: two pairs of numbers, whose sums show whether ranks are at the same step.
         device: where the sum is made.
     """
     on_host = torch.cat((torch.zeros(len(names) + 1, 2), torch.tensor(check, dtype=torch.float64)))
