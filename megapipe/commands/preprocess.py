@@ -139,7 +139,8 @@ def _validate(flags: Flags) -> None:
 def _progress(flags: Flags, bar: Progress) -> Callable[[int, int], None]:
     """Return a function that reports progress, given (documents so far, bytes so far).
 
-    On a terminal it moves `bar`. Elsewhere it prints a line every --log-interval documents.
+    On a terminal the function moves `bar`. Elsewhere it prints a line every --log-interval
+    documents.
     """
     begin = time.monotonic()
     reported = 0

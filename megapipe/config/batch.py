@@ -115,7 +115,7 @@ class BatchSizes:
 
     @property
     def distinct(self) -> tuple[int, ...]:
-        """Every size once, in the order in which they come."""
+        """Every batch size once, in the order in which the sizes are used."""
         return tuple(dict.fromkeys(size for _, size in self.steps))
 
     def at(self, consumed: int) -> int:
@@ -159,9 +159,9 @@ class BatchSizes:
     def _rest(self, consumed: int) -> Iterator[tuple[int | None, int]]:
         """Yield (samples consumed at which a size ends, the size) from `consumed` samples on.
 
-        The last size has None for its end. A step can pass over a size. For `steps` ((0, 64), (100,
-        80), (110, 96)), the second step is from sample 64 to 128. (110, 80) is yielded all the
-        same, and the caller gives it no step.
+        The last size has None for its end. A size may have no step: for `steps` ((0, 64), (100,
+        80), (110, 96)), the second step is from sample 64 to 128, and the third has size 96. (110,
+        80) is yielded all the same; the caller sees that it ends before it begins.
         """
         for (_, size), (stop, _) in pairwise(self.steps):
             if stop > consumed:

@@ -64,8 +64,8 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
     """Return the configuration that a layer is built from.
 
     Args:
-        layer: its index in the whole model, from 0. An index of num_layers or more is a depth of
-            multi-token prediction, and gives the configuration of the last layer.
+        layer: the layer's index in the whole model, from 0. An index of num_layers or more is a
+            module of multi-token prediction, and gives the configuration of the last layer.
 
     Raises: ConfigError with every problem of the overrides.
     """

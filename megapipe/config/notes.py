@@ -193,7 +193,7 @@ def needs(fields: str, instead: str, *values: object, least: int | None = None) 
         instead: what happens without them.
         values: the other flag must have one of these values. Without `values` and `least`, any
             value that Python counts as true is enough.
-        least: the other flag must have at least this value.
+        least: the other flag must have at least this number, if given.
     """
 
     def enough(value: Any) -> bool:
@@ -261,7 +261,7 @@ def demands(fields: str, *values: object, says: str = "", least: int | None = No
         values: the other flag must have one of these values. Without `values` and `least`, any
             value that Python counts as true is enough.
         says: the whole sentence; empty makes one from the flags' names.
-        least: the other flag must have at least this value.
+        least: the other flag must have at least this number, if given.
     """
     lacking = needs(fields, "{} has no effect", *values, least=least)
     # "{} has no effect, without X" is a line about a flag; in a sentence the comma goes.

@@ -48,8 +48,9 @@ class Converted:
     Attributes:
         folder: the folder of the new checkpoint, or of the new Hugging Face model.
         config: flags of the model, its data and its precision, for a run that loads it.
-        notes: a line for the user about each setting that means something else on the other side.
-        vocab_size: rows of the embedding. They include padding if the other side is Megatron-LM.
+        notes: a line for the user about each setting that means something else in the other
+            program.
+        vocab_size: rows of the embedding, with padding if the other program is Megatron-LM.
         steps: steps of the optimizer, None without its state.
         dtype: type of the weights that were written, to which they may have been rounded.
     """
@@ -147,7 +148,7 @@ def write_checkpoint(
     state: Mapping[str, Any] | None = None,
     steps: int | None = None,
 ) -> Path:
-    """Write TARGET/iter_NNNNNNN and return it. After a crash it is complete or not there.
+    """Write the folder TARGET/iter_NNNNNNN and return it. After a crash it is complete or missing.
 
     Args:
         target: TARGET, the folder that holds the checkpoints' folders.

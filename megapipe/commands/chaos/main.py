@@ -257,7 +257,7 @@ class Chaos:
         return lose(run, self.draw, pair=True)
 
     def flip(self, run: Launched) -> str:
-        """Kill a random rank, delete its own states in memory, and damage the copies of its state."""
+        """Kill a random rank, delete its memory, and damage the copies of its state."""
         return lose(run, self.draw, flip=True)
 
 

@@ -42,8 +42,8 @@ _EMULATED = 8
 class Flags:
     """Check whether everything works on the GPUs of this machine, with small trainings.
 
-    A case is one training or script. --only has patterns of their names, and the cases run one
-    after another within --minutes.
+    A case is one training or script. --only selects cases by patterns of their names. The cases run
+    one after another within --minutes.
     """
 
     device: Literal["cuda", "cpu"] = "cuda"
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> None:
 def chosen(flags: Flags) -> list[Case]:
     """Return the cases that --only names and that can run here.
 
-    A case comes after its reference. Its losses are compared with the reference's.
+    A case whose losses are compared with another case's comes after that one.
     """
     here = [case for case in CASES if _can_run(case, flags)]
     wanted = set()
@@ -203,10 +203,10 @@ def _run(
     """Run a case in a process of its own.
 
     Args:
-        folder: the folder for its output.
+        folder: the folder for the case's output.
         limit: seconds after which the case fails.
         before: the outcomes of earlier cases, by name.
-    Returns: (result, figure, steps) for its `Outcome`.
+    Returns: (result, figure, steps), fields of an `Outcome`.
     """
     place = folder / "".join(c if c.isalnum() else "-" for c in case.name)
     # Lines of an earlier call would be read as this one's steps.
@@ -270,8 +270,8 @@ def _process(
     """Run a command for at most `limit` seconds, with its output in `log`.
 
     Args:
-        default: variables for the environment, unless they are set already.
-    Returns: why it failed; an empty text if it did not.
+        default: variables for the environment, unless they are set already; None for none.
+    Returns: why the command failed; "" if it did not.
     """
     clone = {"PYTHONPATH": str(ROOT)} if in_clone() else {}
     # --deterministic-mode needs cuBLAS to have a workspace of a fixed size.

@@ -194,8 +194,8 @@ def host(device: torch.device) -> Found:
     """Measure the fraction of a step in which the device waits for its host.
 
     The check passes with at most 2% on a GPU. The second of four pipeline ranks is trained alone,
-    without waiting for messages. It has one layer and neither embedding nor loss: the least work
-    for a GPU per Python call. The times come from torch's profiler.
+    without waiting for messages. This rank has one layer and neither embedding nor loss: the least
+    work for a GPU per Python call. The times come from torch's profiler.
     """
     is_cpu = device.type == "cpu"
     sizes = LARGE_LAYER

@@ -45,8 +45,8 @@ class Forecast:
 def work_of_stage(config: Config, plan: Plan, stage: int) -> object:
     """Return a value that is equal for two stages if their passes take the same time.
 
-    It has the settings of each layer, and whether the stage has the embedding, the loss, or a depth
-    of multi-token prediction.
+    The value has the settings of each layer, and whether the stage has the embedding, the loss, or
+    a module of multi-token prediction.
     """
     span = plan.spans[stage]
     layers = [layer_config(config.model, layer) for layer in span.layers]

@@ -358,7 +358,8 @@ def _left_out(argv: Sequence[str], config: Config) -> list[str]:
 def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
     """Return the plan of the user's own flags, for comparison.
 
-    It is empty, `Yours()`, if no flag gives a layout such as --pipeline-model-parallel-size.
+    The result is empty, `Yours()`, if no flag gives a layout such as
+    --pipeline-model-parallel-size.
 
     Args:
         devices: the number of processes.

@@ -32,14 +32,14 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Part:
-    """A line of the table of --parts: a kind of part of the model, such as attention.
+    """A line of the table of --parts: one part of the model, such as attention, summed over layers.
 
     Attributes:
         name: the part, such as "attention" or "head and loss".
         layers: the number of layers that have the part; 0 for a part that is in no layer, such as
             the embedding.
         work: the FLOPs, bytes and parameters of the part in all layers, for one microbatch.
-        sent: bytes of a microbatch that a rank sends to other ranks, which have the experts.
+        sent: bytes of a microbatch that a rank sends to the ranks with the experts.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Part:
 
 
 class Layer(NamedTuple):
-    """A part of a layer as a small model, so that the work of the part can be counted.
+    """A part of a layer as a one-layer model, so that the work of the part can be counted.
 
     Attributes:
         name: the part, such as "attention".
         model: a model of one layer that has the part.
-        without: a model whose work is subtracted; None to subtract nothing. For a shared expert it
-            is the layer without this expert.
+        without: a model whose work is subtracted; None to subtract nothing. For a shared expert, it
+            is the layer without the expert.
     """
 
     name: str
@@ -96,7 +96,7 @@ def alone(model: ModelConfig) -> Iterator[Layer]:
 
 
 def parts(config: Config) -> list[Part]:
-    """Return the lines of the table: embedding, the parts of layers, head, depths of prediction."""
+    """Return the lines of the table: embedding, parts of layers, head, multi-token prediction."""
     model = config.model
     tokens = config.batch.sequence * config.batch.micro_batch
     element = config.precision.element_bytes

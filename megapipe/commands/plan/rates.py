@@ -167,7 +167,7 @@ def _messages(device: torch.device) -> Sizes:
 
     The seconds are half the time of a message there and back.
 
-    Both ranks call it.
+    Both ranks call this function.
     """
     found: list[tuple[float, float]] = []
     for size in _MESSAGES:

@@ -264,7 +264,7 @@ def _child(
     Args:
         sender: gets the measurements, or the text of an error that the user can mend.
         rank: the global rank.
-        answers: the results of collectives before the first step, see `answers_of`.
+        answers: the results of collectives before the first step, as `answers_of` returns them.
         steps: the number of timed steps.
     """
     # As many threads as torchrun gives a rank. A fork does not have the threads of OpenMP that its

@@ -46,13 +46,14 @@ Answers = Sequence[Sequence[Any]]
 class Rehearsed:
     """The measurements of a rank that ran alone.
 
-    `of` takes them for another rank with equal work, and `peak` is the sum of `parts`.
+    `of` returns the measurements as those from another rank with equal work. `peak` is the sum of
+    `parts`.
 
     Attributes:
         stages: the stages of the rank.
         steps: for each timed step, its passes with their times.
-        outside: seconds of a step outside its passes: zeroing gradients, norm, update.
-        parts: bytes at the peak by purpose, see `parts_of`.
+        outside: seconds of a step outside the passes: zeroing gradients, norm, update.
+        parts: {purpose, such as "weights": bytes at the peak of memory}.
         copies: the copies to and from the host (O and L) of each timed step; empty if the table has
             none.
     """
@@ -64,11 +65,11 @@ class Rehearsed:
     copies: Sequence[list[Ran]] = ()
 
     def of(self, step: Sequence[Ran], stages: Sequence[int]) -> list[Ran]:
-        """Return passes or copies as if another rank had run them: with its stages' numbers.
+        """Return passes or copies with stage numbers as if another rank had run them.
 
         Args:
             step: passes or copies of a step of this rank.
-            stages: the stages of the other rank; the first replaces the first of `self.stages`.
+            stages: the stages of the other rank, in the order of `self.stages`.
         """
         renamed = dict(zip(self.stages, stages, strict=True))
         return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in step]
@@ -81,11 +82,11 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class Alone(Axis):
-    """A mesh axis with one real rank: all collectives act as if the others had the same data.
+    """A mesh axis with one real rank: collectives act as if all other ranks had the same data.
 
-    The counts of tokens for each expert are an exception: other ranks have this rank's counts,
-    shifted by the number of experts between the ranks. So each rank receives as many tokens as it
-    sends. With equal counts, a rank would receive up to three times as many, or none.
+    The counts of tokens for each expert are an exception: another rank has this rank's counts,
+    shifted by the number of experts between the two ranks. So each rank receives as many tokens as
+    it sends. With equal counts, a rank would receive up to three times as many, or none.
 
     Attributes:
         answers: for each call of `gather_json` before the first step, the values of all ranks.
@@ -222,10 +223,10 @@ def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
 
 
 def _answer(question: Callable[[], object]) -> Any:
-    """Run a function up to its first `gather_json`, and return the value that it would send.
+    """Run a function up to its first call of `gather_json`, and return the value that it sends.
 
     Args:
-        question: the function. Its mesh must have an `_Asking` as the pipeline axis.
+        question: the function. The mesh that it uses must have an `_Asking` as the pipeline axis.
     Raises: AssertionError if the function does not gather.
     """
     try:
@@ -372,7 +373,7 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
 def timed_step(training: Training) -> tuple[list[Ran], list[Ran], float]:
     """Run a step and measure the time of each pass.
 
-    Passes that the schedule runs as a pair, such as F with B, run one after the other here.
+    Two passes that the schedule runs together, such as F with B, run one after the other here.
 
     Args:
         training: the rank's training.

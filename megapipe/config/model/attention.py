@@ -54,6 +54,6 @@ class AttentionConfig:
     def needs_blocks(self) -> bool:
         """Return whether attention has a feature that torch's kernels lack.
 
-        It is then computed block by block in plain torch.
+        With such a feature attention is computed block by block in plain torch.
         """
         return self.attn_logit_softcapping is not None or self.softmax_type != "vanilla"

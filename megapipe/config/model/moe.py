@@ -181,7 +181,7 @@ class MoEConfig:
 
     @property
     def experts(self) -> int:
-        """The number of experts of a layer. It may only be read for a model with experts."""
+        """The number of experts of a layer. Read it only for a model with experts."""
         assert self.num_experts
         return self.num_experts
 

@@ -44,7 +44,7 @@ class MTPConfig:
 
     @property
     def depths(self) -> int:
-        """The number of depths of multi-token prediction: layers that predict further tokens."""
+        """The number of modules (depths) of multi-token prediction, one for each further token."""
         return self.mtp_num_layers or 0
 
     @property

@@ -66,8 +66,8 @@ class RanksConfig:
     def least_ranks(self) -> int:
         """The smallest possible number of ranks; every possible number is a multiple.
 
-        It is the least common multiple of tensor x context x pipeline (one replica) and expert x
-        expert tensor x pipeline (one set of experts).
+        This is the least common multiple of tensor x context x pipeline (one replica) and expert x
+        expert tensor x pipeline (all experts once).
         """
         experts = self.expert_model_parallel_size * self.etp
         return lcm(self.ranks_of_a_replica, experts * self.pipeline_model_parallel_size)

@@ -118,9 +118,9 @@ def check_names(
 
 
 def other_copies(saved: SavedTensors, model: ModelConfig) -> Iterator[str]:
-    """Yield a note for each copy of embedding or head that differs from its original.
+    """Yield a note for each copy of embedding or head that differs from the original.
 
-    Depths of multi-token prediction have such copies in a Hugging Face folder.
+    In a Hugging Face folder, modules of multi-token prediction have such copies.
 
     Args:
         saved: the tensors of that folder.
@@ -211,13 +211,13 @@ def compare_logits(
 ) -> tuple[float, float] | None:
     """Compare a Hugging Face model with megapipe's on the same random tokens in float32.
 
-    The two models are in memory as a whole.
+    Both models are in memory at the same time.
 
     Args:
         theirs: the Hugging Face folder.
         ours: the folder of megapipe's checkpoint, iter_NNNNNNN.
         model: the configuration of megapipe's model.
-        vocab_size: number of ids without padding; further logits of megapipe's are left out.
+        vocab_size: number of ids without padding. megapipe's logits of the padding are left out.
         dtype: type of the weights that were written. The weights of the two models are rounded to
             it, so that rounding is no difference. None to round nothing.
     Returns: (largest difference of a logit, largest logit); None without the transformers library.
@@ -247,8 +247,8 @@ def compare_logits(
 def _config(folder: Path) -> Any:
     """Return transformers' configuration of a folder.
 
-    transformers has no model_type for some families. Their config.json is read under the model_type
-    with the same computation.
+    Some families are unknown to transformers. The config.json of such a family is read under the
+    model_type of a family with the same computation.
     """
     from transformers import AutoConfig
 

@@ -23,7 +23,8 @@ _COPIES = {"embed_tokens.weight": WORDS, "shared_head.head.weight": HEAD}
 class Depths(Meaning):
     """A config.json key with the number of depths of multi-token prediction.
 
-    It is only written. An import counts the depths among the folder's tensors instead.
+    The key is only written. An import counts the modules of multi-token prediction by the folder's
+    tensors instead.
     """
 
     def keys(self, key: str) -> Fields:
@@ -48,7 +49,7 @@ def depths_in(names: Collection[str], layers: int) -> int:
 def copies(model: ModelConfig) -> dict[str, str]:
     """Return {name of a copy: name of its original} for the tensors of a Hugging Face folder.
 
-    There, each depth of multi-token prediction has copies of embedding and head.
+    There, each module of multi-token prediction has copies of embedding and head.
     """
     found: dict[str, str] = {}
     for n in range(model.layers, model.layers + model.depths):

@@ -160,7 +160,7 @@ class SparseStep(Meaning):
 class SharedExperts(Meaning):
     """A config.json key with the number of shared experts; null and 0 are none.
 
-    Each is as wide as one of the other experts.
+    Each shared expert is as wide as one of the other experts.
 
     Attributes:
         default: the value that transformers assumes in this family for a missing key.
@@ -230,7 +230,7 @@ class ExpertGroups(Meaning):
     Attributes:
         counted: a group's score is the sum of the scores of this number of its best experts.
         groups: the value that transformers assumes in this family for a missing n_group.
-        chosen: the value that transformers assumes there for a missing topk_group.
+        chosen: the value that transformers assumes in this family for a missing topk_group.
         method: the value of topk_method with which there are groups. None: the family has no such
             key and always has groups.
     """

@@ -60,10 +60,10 @@ class Family:
         keys: key of config.json -> its Meaning. A Meaning may read further keys.
         always: fields of ModelConfig that all models of the family have. A key may set them, too.
         names: megapipe's module or tensor -> a Layout with Hugging Face's names and an operation.
-        layer: what precedes Hugging Face's names within a layer.
+        layer: the prefix of Hugging Face's names within a layer.
         published: numbers of layers, such as (61,), of the models whose multi-token prediction
             transformers knows.
-        computed_as: the model_type whose code computes this family, if it has none of its own.
+        computed_as: the model_type whose code in transformers computes this family; "" for its own.
         aliases: another name of a key -> the key, as transformers reads them.
         defaults: each key that the table knows -> the value that transformers assumes without it.
     """
@@ -94,12 +94,12 @@ class Family:
         names: Mapping[str, Layout | None] | None = None,
         **changes: Any,
     ) -> Family:
-        """Return the table of another family that differs from this one as the arguments say.
+        """Return the table of a similar family, with the differences that the arguments give.
 
         Args:
             architecture, what: the attributes of the new table.
-            keys, always, names: entries that are added to this table's or replace them. An entry of
-                None removes one.
+            keys, always, names: entries that are added to this table's entries, or replace them. An
+                entry of None removes that entry.
             changes: new values of the other attributes.
         """
         merged: dict[str, Any] = {}

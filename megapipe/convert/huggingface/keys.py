@@ -36,7 +36,7 @@ _PROPERTIES = {
 def value_of(model: ModelConfig, field: str) -> Any:
     """Return the value that a model uses for a field of ModelConfig.
 
-    A field such as ffn_hidden_size may be None. Its value then follows from other fields.
+    A field such as ffn_hidden_size may be None. The value then follows from other fields.
     """
     return getattr(model, _PROPERTIES.get(field, field))
 
@@ -53,7 +53,7 @@ class Meaning(ABC):
     def keys(self, key: str) -> Fields:
         """Return each key that is read -> the value that transformers assumes if it is missing.
 
-        That value is NEEDED if the key must be given.
+        The value is NEEDED for a key that must be given.
         """
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
@@ -216,7 +216,7 @@ class Biases(Meaning):
     Attributes:
         default: the value that transformers assumes in this family for a missing key.
         matrices: names of these matrices, as in `ModelConfig.has_bias`.
-        others: each other such key of the family -> (default, matrices).
+        others: {another such key of the family: (default, matrices)}.
     """
 
     default: bool

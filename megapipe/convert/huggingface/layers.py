@@ -21,11 +21,11 @@ LINEAR = "linear_attention"
 def spread(layers: Sequence[Mapping[str, Any]]) -> Fields:
     """Return the fields of one ModelConfig for layers with different fields.
 
-    A field gets the value that most layers have; among equally frequent values, the last layer's.
-    Layers with other values are listed in per_layer_overrides, in one fixed form.
+    A field gets the value that most layers have; among equally frequent values, the one of the last
+    layer. Layers with other values are listed in per_layer_overrides, in one fixed form.
 
     Args:
-        layers: for each layer, name -> value of its fields. All layers have the same names.
+        layers: for each layer, {field: value}. All layers have the same fields.
     """
     common: Fields = {}
     for name in layers[0]:
@@ -102,7 +102,7 @@ def window_of(n: int | None) -> str | None:
 class Window(Meaning):
     """A config.json key with a sliding window for all layers; null is no window.
 
-    Its value counts tokens, the query's own included.
+    The value counts tokens, the query's own included.
 
     Attributes:
         default: the value that transformers assumes in this family for a missing key.
@@ -304,8 +304,8 @@ def windows(
     """Return {"window_size": value} for each layer; the value is None for a layer without a window.
 
     Args:
-        kinds: the list layer_types. Entries after the last layer are of depths of multi-token
-            prediction, and are left out.
+        kinds: the list layer_types. Entries after the last layer are for multi-token prediction,
+            and are left out.
         width: the window in tokens, the query's own included; None for no window in any layer.
         layers: the number of layers.
         problems: receives a text for each kind that is neither full nor sliding, and for too short

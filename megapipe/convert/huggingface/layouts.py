@@ -14,10 +14,11 @@ from megapipe.config import ModelConfig
 
 
 class Layout:
-    """One tensor of megapipe's that is equal to one of Hugging Face's. Subclasses convert others.
+    """One tensor of megapipe that is equal to one tensor of Hugging Face.
 
-    `join` makes megapipe's tensor from the Hugging Face tensors named by `parts`, and `split` does
-    the inverse. A weight and its bias have the same operation.
+    Subclasses convert tensors that are not equal. `join` makes megapipe's tensor from the Hugging
+    Face tensors named by `parts`, and `split` does the inverse. A weight and its bias have the same
+    operation.
 
     Args:
         names: Hugging Face's names, without .weight or .bias. {e} stands for an expert's number.
@@ -162,11 +163,12 @@ class GatedRows(Rows):
 class KeyHeads(Layout):
     """The rows of a gated delta net's projection, by key head: several tensors of Hugging Face's.
 
-    Each of them has one or several matrices, one after the other, each with the rows of all key
-    heads. megapipe's one tensor has, for each key head, the head's rows of all these matrices.
+    Each Hugging Face tensor has one or several matrices, one after the other, and each matrix has
+    the rows of all key heads. megapipe's one tensor has, for each key head, the head's rows of all
+    these matrices.
 
-    `matrices` is called with a layer's configuration. For each of the tensors it returns a list:
-    the number of rows of each matrix.
+    `matrices` takes a layer's configuration, and returns a list for each Hugging Face tensor: the
+    number of rows of each matrix in it.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def rules(
 ) -> tuple[Tensors, ...]:
     """Return, for every tensor of megapipe's model, how it is made from the family's tensors.
 
-    The same rules lead back, from megapipe's tensors to the family's.
+    The same rules also make the family's tensors from megapipe's.
 
     Args:
         model: megapipe's configuration, with padded_vocab_size.
@@ -115,7 +115,7 @@ def rules(
 
 
 def pad_rows(x: Tensor, rows: int, vocab_size: int) -> Tensor:
-    """Return a vocabulary's matrix padded to `rows` rows, each new one the mean of the others.
+    """Return a vocabulary's matrix padded to `rows` rows. Each new row is the mean of the old rows.
 
     A row of zeros has logit 0, which wins wherever a model's real logits are far below 0, as
     GPT-2's are. The mean row's logit is the mean logit. By Jensen the softmax's denominator thus

@@ -45,7 +45,7 @@ _STRETCHES = (
 class Rotation(Meaning):
     """The config.json key rope_parameters: the rotation of queries and keys.
 
-    It is plain, or stretched for long sequences: as in Llama 3.1, by YaRN, or linearly.
+    The rotation is plain, or stretched for long sequences: as in Llama 3.1, by YaRN, or linearly.
 
     Attributes:
         base: the base that transformers assumes in this family for a missing key.

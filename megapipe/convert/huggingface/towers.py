@@ -34,7 +34,7 @@ def text_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_in(family: str, name: str) -> str | None:
-    """Return a tensor's name in a folder of the text model alone; None if it is not part of it.
+    """Return a tensor's name in a folder of the text model alone; None if the tensor is not in it.
 
     Args:
         family: the text model's model_type.

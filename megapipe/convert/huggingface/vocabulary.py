@@ -120,10 +120,10 @@ def _library(ours: Tokenizer) -> tokenizers.Tokenizer:
 def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
     """Return a tokenizer of the library `tokenizers` that cuts texts as tiktoken does.
 
-    Its BPE merges the pair that gives the token with the lowest id first.
+    Of all neighbouring tokens, BPE first merges the two that give the token with the lowest id.
 
     Args:
-        ours: the tokenizer that it replaces.
+        ours: the tokenizer to replace.
     """
     # GPT-2's characters for bytes: printable bytes stand for themselves.
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -147,7 +147,7 @@ def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
 def _of_sentencepiece(proto: bytes, eod: int) -> tokenizers.Tokenizer:
     """Return a tokenizer of the library `tokenizers` that cuts texts as SentencePiece does.
 
-    It uses the library's own Unigram or BPE.
+    The result uses the library's own Unigram or BPE.
 
     Args:
         proto: the bytes of SentencePiece's model.
@@ -209,7 +209,7 @@ def _normalizers(spec: Any) -> Iterator[Any]:
 
 
 def _merges(vocab: dict[str, int], kinds: list[int]) -> Iterator[tuple[str, str]]:
-    """Yield (left, right) for every pair of pieces that together are a piece, in order of its id.
+    """Yield (left, right) for every two pieces that together are a piece, in the order of its id.
 
     Args:
         vocab: piece -> id.

@@ -252,7 +252,7 @@ def _latents(args: Args) -> dict[str, Any]:
 def _taken(args: Args, names: Iterable[str]) -> dict[str, Any]:
     """Return the named arguments that are not None, with tuples for lists.
 
-    For the others, megapipe's default holds.
+    For arguments that are None, megapipe's default holds.
 
     Args:
         args: Megatron-LM's arguments by name.

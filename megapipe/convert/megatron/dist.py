@@ -39,8 +39,8 @@ class Chunk:
         offsets: the part's first index in each dimension of the tensor; () for an object.
         sizes: the part's shape; () for an object.
         path: the file.
-        at: the position of its first byte in the file.
-        length: its number of bytes.
+        at: the position of the first byte in the file.
+        length: number of bytes.
     """
 
     offsets: tuple[int, ...]

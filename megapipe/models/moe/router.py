@@ -291,8 +291,8 @@ class Router(nn.Module):
             kind: the loss, a key of `LOGGED`.
             sums, counts: [1, E], or [sequences, E] for a loss of each sequence: the slice's sums of
                 scores, and how often each expert was chosen.
-        Returns: (load, total). load() returns the counts of all slices, once all have run. total is
-            the sum of all scores; None before the last slice.
+        Returns: (load, total). load() returns the counts of all slices, once all have run. total
+            sums all scores; None before the last slice.
         """
         name = (self.layer, kind)
         prefix = stream.prefix
@@ -348,8 +348,7 @@ class Router(nn.Module):
     def _counted(self, experts: Tensor, kept: Tensor | None, most: int | None) -> Tensor:
         """Return the number of rows [E] that each expert computes, for `experts` [T, k].
 
-        `kept` marks the choices that are not dropped; None keeps all. `most` is the capacity, if
-        any.
+        `kept` marks the choices that are not dropped, None all. `most` is the capacity, if any.
         """
         config = self.config
         if most is not None and config.moe_pad_expert_input_to_capacity:

@@ -204,7 +204,7 @@ class Stages:
         return finish
 
     def _copied(self, weights: Sequence[Weights] | None) -> Sequence[Weights] | None:
-        """Return the argument `weights` of `run`, with a function that copies each stage's state."""
+        """Return `weights` of `run`, with a function that copies each stage's state."""
         if self.copy is None or weights is None:
             return weights
         return [replace(own, copy=partial(self.copy, n)) for n, own in enumerate(weights)]

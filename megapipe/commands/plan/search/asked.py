@@ -140,10 +140,11 @@ def own_values(own: Config) -> dict[str, str]:
 
 
 def _values(axis: str, text: str) -> Iterator[str | None]:
-    """Yield the values that a text such as "2,4" or "1..8" lists; None for an impossible one.
+    """Yield the values that a text such as "2,4" or "1..8" lists; None for an impossible value.
 
     Args:
-        axis: the axis, which decides what values are possible.
+        axis: name of the choice, such as "tp" or "schedule", which decides what values are
+            possible.
         text: the text.
     """
     for part in text.split(","):

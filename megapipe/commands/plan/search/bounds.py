@@ -17,14 +17,14 @@ from megapipe.schedule import SCHEDULES
 
 
 class Least(NamedTuple):
-    """Lower bounds of the step time of a cell: a choice of parallel sizes and recomputation.
+    """Lower bounds of the step time of a cell, a choice of parallel sizes and recomputation.
 
     `work` returns the bound under a schedule.
 
     Attributes:
         step: seconds of a rank's passes for all microbatches, and of its gradient reduction.
-        paired: the same, if passes run in pairs, so that one may hide the communication of the
-            other.
+        paired: the same, if two passes may run together, so that each hides the other's
+            communication.
         forward, backward, weights: seconds of one microbatch in the whole model: of the forward,
             the backward of inputs, and the backward of weights.
     """

@@ -46,7 +46,7 @@ def cell_of(
 ) -> Config:
     """Return the configuration of a cell, a choice of parallel sizes and recomputation.
 
-    Its schedule is 1F1B, until a plan is made with another one.
+    The schedule in it is 1F1B; a candidate of the search replaces it.
 
     Args:
         config: the user's configuration, whose parallel sizes and recomputation are replaced.
@@ -102,10 +102,11 @@ def cell_of(
 def expert_grids(
     config: Config, tp: int, ranks: int, widths: Collection[int] = ()
 ) -> list[tuple[int, int]]:
-    """Return each (ep, etp) to try for the experts of a stage.
+    """Return each pair (ep, etp) to try for the experts of a stage.
 
     ep is the size of expert parallelism, and etp the number of ranks that split each expert. The
-    first is (1, tp), as for an MLP. Then come ep > 1 with etp = 1, or with the etp in `widths`.
+    first pair is (1, tp), as for an MLP. Then come pairs with ep > 1 and etp = 1, or with each etp
+    in `widths`.
 
     Args:
         tp: the tensor-parallel size of the other layers.
@@ -136,6 +137,8 @@ def is_refused(cell: Config, vocab: int) -> bool:
 def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
     """Return each (schedule, chunks) that may be the best for a cell, such as ("interleaved", 2).
 
+    A cell is a choice of parallel sizes and recomputation.
+
     chunks is the number of stages on each rank; None if the schedule prescribes it, as 1f1b does.
     """
     ranks = cell.parallel.pipeline_model_parallel_size
@@ -164,7 +167,8 @@ def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
 def is_movable(cell: Config) -> bool:
     """Return whether a search may offload or recompute single activations under a cell's schedule.
 
-    The schedule must have one copy of the model, more than one stage, and no passes run as pairs.
+    The schedule must have one copy of the model, more than one stage, and no overlapped pairs of
+    passes.
 
     Args:
         cell: a configuration with its schedule.

@@ -27,11 +27,11 @@ class Limits(NamedTuple):
     """The seconds above which a plan's step will not be reported, for each layout and kind.
 
     A kind is (whether weights are sharded, whether there is a pipeline). The search keeps the best
-    plan of a layout, and the best OF_KIND layouts of a kind.
+    plan of each layout, and the best OF_KIND layouts of each kind.
 
     Attributes:
         steps: {kind: {layout: its best step so far}}.
-        last: {kind: the step of the last layout that is kept}; only kinds with enough layouts.
+        last: {kind: the step of the slowest layout that is kept}, for kinds with OF_KIND layouts.
     """
 
     steps: dict[Kind, dict[Layout, float]]
@@ -51,16 +51,17 @@ class Search:
     is (whether weights are sharded, whether there is a pipeline). One plan is kept for each key.
 
     `note` stores the result of a candidate, `keep` a plan that fits, `take` a finished plan.
-    `fastest` is the best step so far, and `limits` are the steps that would still be reported.
+    `fastest` is the best step so far. `limits` are the step times above which a plan would not be
+    reported.
 
     Attributes:
-        sketches: {key: fastest plan}, where steps are extrapolated from short batches.
+        sketches: {key: fastest plan}, with steps that are extrapolated from short batches.
         best: {key: fastest plan} for the report, computed like the plan of a run.
         plain: the best plan that neither offloads nor recomputes single activations.
         tight: plans that need too much memory, to be tried again with single activations offloaded
             or recomputed.
-        lost: {reason: number of plans that were rejected for it}.
-        stopped: the user ended the search before its end.
+        lost: {reason: number of plans that were rejected for this reason}.
+        stopped: whether the user interrupted the search.
     """
 
     sketches: dict[tuple[Layout, Kind, bool], Sketch] = field(default_factory=dict)

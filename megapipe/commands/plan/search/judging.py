@@ -37,7 +37,7 @@ class Learned:
     The work is a rank's compute time. The step is longer, as the pipeline has to fill and some
     gathers are not hidden. The ratio of the two depends mostly on the schedule, the pipeline ranks
     and the number of microbatches. So a plan is expected to have the smallest ratio that was seen
-    among similar plans: those properties are the plan's `key`.
+    among similar plans, the plans with the same `key`.
 
     `note` remembers the ratio of a plan. `expected` predicts the step of another plan.
 
@@ -65,11 +65,12 @@ class Learned:
         return max(x.least, x.work * self.ratios.get(self.key(x), 0.0))
 
     def note(self, x: Candidate, answer: Sketch | Out) -> None:
-        """Remember a plan's ratio of step time to work, to estimate similar plans by it.
+        """Remember a plan's ratio of step time to work, by which similar plans are estimated.
 
         Args:
             x: the plan that was tried.
-            answer: the plan with its step, or why it was rejected. Both may have a step.
+            answer: the plan with its step time, or why it was rejected, perhaps also with a step
+                time.
         """
         if answer.step is not None:
             key = self.key(x)
@@ -79,13 +80,13 @@ class Learned:
 
 @dataclass
 class Judging:
-    """Judges candidates in several processes, and reports how far the search is.
+    """Tries candidates in several processes, and reports how far the search is.
 
-    `judge` judges a list of candidates.
+    `judge` tries a list of candidates: it plans each one, or finds why there is no plan.
 
     Attributes:
         found: gets the results.
-        workers: the processes that judge.
+        workers: the processes that try candidates.
         cells: all choices of parallel sizes and recomputation; `Candidate.cell` is an index here.
         tell: called with (plans so far, all plans, seconds of the best step or None).
         learned: predicts steps from similar plans.
@@ -121,12 +122,12 @@ class Judging:
         self._rounds(sorted(others, key=self.learned.expected), among, before + len(first))
 
     def _rounds(self, candidates: list[Candidate], among: int, before: int) -> None:
-        """Judge candidates some at a time. Skip each one that is expected to be too slow to report.
+        """Try candidates some at a time. Skip each one that is expected to be too slow to report.
 
         The first rounds are short: once a good plan is known, most others are skipped.
 
         Args:
-            among: the number of all candidates of the search, for the progress.
+            among: the number of all candidates of the search, for the progress bar.
             before: the number of candidates that were judged earlier.
         """
         waiting: list[Candidate] = []

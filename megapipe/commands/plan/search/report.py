@@ -290,8 +290,9 @@ def chosen_fields(config: Config) -> dict[str, set[str]]:
 def flags_of(config: Config) -> list[str]:
     """Return the choices of the search as flags to paste.
 
-    Pasted after the user's own flags they replace those, so some are given at their defaults too. A
-    switch that is off cannot be written as a flag, and neither can None; see `left_out`.
+    Pasted after the user's own flags they override these, so some are given at their defaults too.
+    A switch that is off cannot be written as a flag, and neither can None: `left_out` names the
+    user's flags to drop for that reason.
     """
     chosen = chosen_fields(config)
     always = set(_ALWAYS)

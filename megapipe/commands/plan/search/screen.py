@@ -69,7 +69,7 @@ class Sketch:
 
     Attributes:
         step: seconds of a step.
-        peak: bytes of the rank that needs most.
+        peak: bytes of memory on the rank that needs most.
         parts: {cause: seconds of a step}, such as the bubble.
         moves: whether single activations are offloaded or recomputed.
     """
@@ -99,7 +99,7 @@ def kind_of(config: Config) -> Kind:
 
 @dataclass
 class Screen:
-    """Judges candidates one at a time. Each process of a search has a Screen of its own.
+    """Tries candidates one at a time. Each process of a search has a Screen of its own.
 
     `judge` returns a plan that fits, or why a candidate is rejected.
 
@@ -107,7 +107,7 @@ class Screen:
         cells: all choices of parallel sizes and recomputation.
         memory: bytes of a device.
         counted: the work of the layers of each cell.
-        last: (index of a cell, its plan or why there is none), of the last candidate. The next
+        last: (index of the last candidate's cell, plan of this cell or why there is none). The next
             candidate often has the same cell, and needs no new plan.
     """
 

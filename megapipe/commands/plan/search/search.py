@@ -105,13 +105,13 @@ def search(
 
 
 def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
-    """Judge all candidates. Plans that need too much memory are tried a second time.
+    """Try all candidates. Plans that need too much memory are tried a second time.
 
-    Then single activations are offloaded or recomputed, unless --without moves. Ctrl-C ends the
-    search, and `Search.stopped` is set.
+    The second time, single activations are offloaded or recomputed, unless the flags have --without
+    moves. Ctrl-C ends the search, and `Search.stopped` is set.
 
     Args:
-        judging: judges the candidates, and holds the results so far in `found`.
+        judging: tries the candidates, and holds the results so far in `found`.
         asked: the user's restrictions of the search.
     """
     found = judging.found
@@ -127,7 +127,7 @@ def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
 
 
 def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> None:
-    """Compute the best plans again as a run would, since their steps are extrapolated so far.
+    """Compute the best plans again as a run would. Until now their steps are extrapolated.
 
     Args:
         found: has the extrapolated plans in `sketches`, and gets the new plans in `best`.
@@ -179,7 +179,7 @@ def _candidates(
     counted: Counted,
     asked: Asked,
 ) -> Iterator[Candidate]:
-    """Yield each plan to try, and append its cell, a layout with recomputation, to `cells`.
+    """Yield each plan to try, and append its parallel sizes with recomputation to `cells`.
 
     Args:
         gpus: the number of devices.

@@ -60,9 +60,9 @@ def with_schedule(
 
     Args:
         plan: a plan with the same parallel sizes under 1F1B.
-        config: the configuration with the new schedule. The result has it as `config`.
-        batch: the configuration with the number of microbatches to plan for. A sketch plans for
-            fewer than `config` has.
+        config: the configuration with the new schedule, which becomes `config` of the result.
+        batch: the configuration with the number of microbatches to plan for. A first estimate plans
+            for fewer microbatches than `config` has.
         room: offload or recompute single activations until the plan fits; None for neither.
     Raises: ConfigError, ScheduleError if there is no such plan.
     """

@@ -62,8 +62,8 @@ class Workers:
         """Return the answers to all questions, in their order.
 
         Args:
-            answer: called with (the state that the processes began with, a question). It stands at
-                the top of a module, so that processes find it by its name.
+            answer: called with (the state that the processes began with, a question). It must be a
+                module-level function, so that it can be pickled.
         """
         if not self._ends:
             return [answer(self._state, question) for question in questions]

@@ -18,13 +18,13 @@ def _mixed(model: ModelConfig) -> list[int]:
 
 
 def _apart(model: ModelConfig) -> list[list[int]]:
-    """Return, for each of Qwen3.5's four tensors, the number of rows of each matrix in it."""
+    """Return, for each of Qwen3.5's four tensors, [number of rows of each matrix in the tensor]."""
     heads = [model.linear_num_value_heads]
     return [_mixed(model), [model.delta_values], heads, heads]
 
 
 def _fused(model: ModelConfig) -> list[list[int]]:
-    """Return, for each of Qwen3-Next's two tensors, a list with the number of its rows.
+    """Return, for each of Qwen3-Next's two tensors, [number of rows].
 
     The rows are in the order of key heads already, so each tensor counts as one matrix.
     """

@@ -42,7 +42,7 @@ class _ScaledWidth(Meaning):
 
 @dataclass(frozen=True)
 class _Scalar(Meaning):
-    """A config.json key with a number whose inverse root is the scale of attention scores."""
+    """A config.json key with a number n; attention scores are scaled by n ** -0.5."""
 
     default: int
 

@@ -210,8 +210,8 @@ class _FalconLayers(Meaning):
     """Falcon's config.json key new_decoder_architecture, and the keys that depend on it.
 
     The new architecture has query groups, and attention and MLP in parallel after two norms. The
-    old one has a single group or none. Its attention and MLP are parallel after one norm, or in
-    sequence.
+    old architecture has a single group or none, and attention and MLP are parallel after one norm,
+    or in sequence.
     """
 
     def keys(self, key: str) -> Fields:
