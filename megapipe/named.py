@@ -23,9 +23,9 @@ def find_named(name: str, flag: str, example: str) -> Any:
 
     Args:
         name: the name as typed.
-        flag: the flag whose value it is, for the remedy.
+        flag: the flag whose value is `name`, for the remedy.
         example: a name of this kind, such as my_model:provider.
-    Raises: ConfigError if there is no such module, file or function. Its text begins with the name.
+    Raises: ConfigError if there is no such module, file or function. The text begins with the name.
     """
     # From the right: a path may contain a colon.
     where, colon, attribute = name.rpartition(":")

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def shown_by(name: str) -> Callable[[Any], str | None]:
-    """Return a method, such as _repr_svg_, that shows its object by a function of megapipe.
+    """Return a method, such as _repr_svg_, that calls a function of megapipe to show the object.
 
     Args:
         name: MODULE:NAME below megapipe, such as `schedule.views.screen:picture`. The function

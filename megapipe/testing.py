@@ -65,8 +65,8 @@ def check_provider(
         schedules: names of the schedules.
         tensor_parallel: also split every layer over this number of ranks.
         seq_length: tokens of a sequence.
-        forward_step: (data_iterator, model) -> (output, loss_func). Default: the loss is the sum
-            over all tokens.
+        forward_step: (data_iterator, model) -> (output, loss_func). None: the loss is the sum over
+            all tokens.
     Raises: AssertionError with one line for each loss, gradient or weight that differs.
     """
     assert model.padded_vocab_size is not None, "give padded_vocab_size"

@@ -15,8 +15,8 @@ WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 def context_problems(config: Config) -> Iterator[str]:
     """Yield problems of context parallelism.
 
-    It needs a sequence length that divides by twice the number of ranks. The --cp-comm-type must be
-    a known one, and a2a must be able to divide the heads among the ranks.
+    The sequence length must divide by twice the number of ranks. The --cp-comm-type must be a known
+    one, and with a2a the heads must divide among the ranks.
     """
     c = config.parallel.context_parallel_size
     ways = config.model.cp_comm_type

@@ -11,8 +11,8 @@ from megapipe.config.notes import Range, Required, flag, note_of, typed
 def check_numbers(config: Config) -> tuple[Config, list[str]]:
     """Check each flag's value by itself, without regard to the others.
 
-    Returns: (the configuration with each wrong value at its default, the problems). The other
-        checks take that configuration.
+    Returns: (the configuration with each wrong value replaced by the default, the problems). The
+        other checks use that configuration.
     """
     problems = []
     sections = [name for name, part in vars(config).items() if is_dataclass(part)]

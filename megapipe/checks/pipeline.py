@@ -107,12 +107,12 @@ def _named(schedule: str, text: str) -> str:
 def _remedy(config: Config, name: str, microbatches: int | None) -> str:
     """Return the end of an error about a number of microbatches that a schedule refuses.
 
-    It shows from which flags the number follows. For a schedule file it also says which
-    --global-batch-size or pipeline size the file was made for.
+    The text shows from which flags the number follows. For a schedule file it also says for which
+    --global-batch-size or pipeline size the file was made.
 
     Args:
         name: the schedule's name.
-        microbatches: the number; None if it is not known, then the text is empty.
+        microbatches: the number; None if it is not known. The text is empty then.
     """
     if microbatches is None:
         return ""

@@ -76,10 +76,10 @@ class Problems:
 
 
 def problems_of(config: Config, *, has_cuda: bool, own_data: bool = False) -> Problems:
-    """Return all problems of a run. It starts nothing, and reads files but no tokens.
+    """Return all problems of a run. Nothing is started, and files are read, but no tokens.
 
     Args:
-        config: its `world_size` is the launcher's.
+        config: the configuration, with the launcher's number of processes as `world_size`.
         has_cuda: whether torch can use a GPU here.
         own_data: whether the program gives its own data sets.
     """
@@ -93,7 +93,9 @@ def problems_of(config: Config, *, has_cuda: bool, own_data: bool = False) -> Pr
 
 
 def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Tokenizer:
-    """Refuse a run that has problems. The arguments are as for `problems_of`.
+    """Refuse a run that has problems. `has_cuda` says whether torch can use a GPU here.
+
+    `own_data` says whether the program gives its own data sets.
 
     Returns: the tokenizer.
 

@@ -39,6 +39,6 @@ def number_problems(model: ModelConfig) -> list[str]:
 def _normalised(model: ModelConfig) -> bool:
     """Return whether the weights of a token's chosen experts have sum 1.
 
-    This is so if the softmax is over the chosen experts, and not over all.
+    That is so if the softmax is over the chosen experts only.
     """
     return model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax

@@ -53,10 +53,10 @@ def counted(items: Sequence[T], progress: Progress) -> Iterator[T]:
 class SavedTensors:
     """The tensors of a folder of safetensors files. `read` returns one of them.
 
-    A tensor may be split over several files. It is always read as a whole.
+    A tensor may be split over several files. `read` joins it.
 
     Args:
-        renamed: name in the files -> the name that it has here; None leaves the tensor out.
+        renamed: takes a name in the files, and returns the name here; None leaves the tensor out.
 
     Attributes:
         folder: the folder of the files.
@@ -120,7 +120,7 @@ class SavedTensors:
 def _listed(folder: Path) -> set[str] | None:
     """Return the names of the safetensors files that belong to the model; None if all do.
 
-    They are listed in the folder's index. A folder of the Hugging Face hub may hold the same
+    The folder's index lists these files. A folder of the Hugging Face hub may also hold the same
     weights in a second form, which is not listed.
     """
     index = folder / INDEX
@@ -258,8 +258,8 @@ def our_layouts(model: ModelConfig, span: LayerSpan | None = None) -> dict[str, 
     """Return the layout of each parameter by name, tied parameters included.
 
     Args:
-        span: only these layers, with the model's depths of multi-token prediction if the span has
-            the loss. Default: the whole model.
+        span: only these layers, with the model's multi-token prediction if the span has the loss.
+            None: the whole model.
     """
     own, *depths = whole(model.layers, model.depths)
     spans = [span or own]

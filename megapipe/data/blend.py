@@ -97,7 +97,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
 def split_ranges(split: str, count: int) -> list[tuple[int, int] | None]:
     """Return the sequences (begin, end) of train, validation and test, end excluded.
 
-    A part with proportion 0 is None.
+    It is None for one of the three with proportion 0.
 
     Args:
         split: up to three proportions, such as "969, 30, 1"; their sum is free.
@@ -162,7 +162,7 @@ def _deal_one_by_one(
     begin: int,
     taken: Sequence[int],
 ) -> None:
-    """Fill `choice` and `index` in place from sample `begin` on, by the rule of `blend_indices`.
+    """Fill `choice` and `index` in place from sample `begin` on, one sample after another.
 
     Args:
         w: [datasets] normalised weights.
@@ -215,7 +215,9 @@ def _deal_in_segments(
     predecessor's end.
 
     Args:
-        w, choice, index, limits: as in `_deal_one_by_one`.
+        w: [datasets] normalised weights.
+        choice, index: [N] the dataset of each sample, and the sample's position in that dataset.
+        limits: [datasets] number of samples that each dataset has.
     Returns: (number of samples that follow the rule, number of these from each dataset).
     """
     size = len(choice)

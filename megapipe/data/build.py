@@ -69,7 +69,7 @@ def open_parts(config: Config, tokenizer: Tokenizer) -> list[Part | None]:
     """Open the sources of train, validation and test, without the slow ordering of samples.
 
     Returns: for each of the three, a Part: (list of (source, ids of its sequences), blend, number
-        of samples wanted). It is None if the run does not read the part.
+        of samples wanted); None for one that the run does not read.
     Raises: DataError with every file that is missing, damaged or of another tokenizer, and for a
         part without tokens.
     """
@@ -206,7 +206,7 @@ def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
 def _split_for(source: TokenSource, counts: Sequence[int], used: Sequence[int]) -> str:
     """Return a value for --split, close to `counts`, that gives tokens to every used part.
 
-    If there is no such value, it is `counts` itself, or 1,0,0 if train has no sequences.
+    If there is no such value, the result is `counts` itself, or 1,0,0 if train has no sequences.
 
     Args:
         source: the tokens to split.
@@ -264,7 +264,7 @@ def build_part(config: Config, tokenizer: Tokenizer, part: Part) -> TokenDataset
     """Order the samples of one part that `open_parts` has returned, and blend its sources.
 
     Args:
-        tokenizer: its number of ids bounds the tokens.
+        tokenizer: the tokenizer, whose number of ids bounds the tokens.
         part: a part from `open_parts`.
     Raises: DataError for files that have too few samples.
     """

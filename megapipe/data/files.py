@@ -18,7 +18,7 @@ from megapipe.errors import DataError
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError of the block into a DataError that names the output file `path`."""
+    """Turn an OSError within the block into a DataError that names the output file `path`."""
     try:
         yield
     except OSError as error:
@@ -145,7 +145,7 @@ def is_current(outputs: Sequence[str], inputs: Sequence[str], how: Mapping[str, 
     Args:
         outputs: paths of the outputs.
         inputs: paths of the files that they are made from.
-        how: everything else that decides their content, as given to `note_how`.
+        how: everything else that decides the content of the outputs, as given to `note_how`.
     """
     made = [Path(p) for p in outputs]
     sources = [Path(p) for p in inputs]

@@ -122,7 +122,8 @@ def _once(entry: Path, build: Callable[[], None]) -> None:
 def _build_locked(entry: Path, lock: Path, build: Callable[[], None]) -> None:
     """Build the cache entry unless it exists by now, and delete the lock file.
 
-    The lock file is touched every few seconds meanwhile, so that others see this process live.
+    Until then the lock file is touched every few seconds, so that other processes see that this one
+    lives.
 
     Args:
         entry: the folder of the entry.

@@ -132,11 +132,11 @@ class IndexedDataset:
 
 
 def glance(prefix: str) -> None:
-    """Check a pair without reading its whole index: the header, the sizes and the last sequence.
+    """Check a .bin/.idx pair quickly: the header, the sizes and the last sequence of the index.
 
     Args:
         prefix: the path without .bin or .idx.
-    Raises: DataError, as `IndexedDataset` does, which checks every entry.
+    Raises: DataError for a pair that is missing or damaged. `IndexedDataset` checks every entry.
     """
     idx = Path(f"{prefix}.idx")
     bin = Path(f"{prefix}.bin")
@@ -158,7 +158,7 @@ def glance(prefix: str) -> None:
 
 @contextlib.contextmanager
 def _named(prefix: str) -> Iterator[None]:
-    """Turn an OSError of the block, such as a missing permission, into a DataError.
+    """Turn an OSError within the block, such as a missing permission, into a DataError.
 
     Args:
         prefix: the path without .bin or .idx, which the error names.
@@ -312,7 +312,7 @@ class IndexedWriter:
 
     Args:
         prefix: path of the pair without .bin or .idx.
-        dtype: integer type of the tokens, see `token_dtype`.
+        dtype: integer type of the tokens.
     Raises: DataError if a file cannot be written.
     """
 

@@ -45,16 +45,16 @@ class Batch:
     more: Mapping[str, Tensor] = field(default_factory=dict)
 
     def ahead(self, depth: int, *, weighs: bool = False, ends: int | None = None) -> Batch:
-        """Return the microbatch of one depth of multi-token prediction, shifted left by `depth`.
+        """Return the microbatch for multi-token prediction module `depth`, shifted left by `depth`.
 
         All fields but `more` are shifted, with zeros at the end (DeepSeek-V3, section 2.2).
 
         Args:
             depth: number of tokens to shift; 0 returns this microbatch.
-            weighs: scale the shifted loss mask, so that it has the same sum as the loss mask of
-                this microbatch. A loss that is divided by the number of tokens of the step then
-                weighs as much as the main model's loss.
-            ends: end-of-document id. A label is masked if a document ends between it and its input.
+            weighs: scale the shifted loss mask to the sum of the unshifted mask. A loss that is
+                divided by the step's number of tokens then weighs as much as the main model's loss.
+            ends: end-of-document id. A label is masked if a document ends between it and the input.
+                None masks no such label.
         """
         if not depth:
             return self
@@ -159,7 +159,7 @@ def make_batch(
 
     Args:
         tokens_plus_one: [b, s + 1] int64; the result is on its device.
-        eod: end-of-document id, needed for the two flags below.
+        eod: end-of-document id, needed for the two flags below; else None.
         eod_mask_loss: mask the loss where the input is eod. The label eod is still learned.
         reset_position_ids: start positions at 0 after each eod.
     """
@@ -310,7 +310,8 @@ class Batches:
     def at(self, consumed_samples: int) -> Sequence[Microbatch]:
         """Return the microbatches of the step that starts at `consumed_samples`.
 
-        They can be indexed in any order and repeatedly. Indexing waits until one is read.
+        The microbatches can be indexed in any order and repeatedly. Indexing waits until the
+        microbatch is read.
 
         Raises: DataError, here or on indexing, for a sample that does not exist or cannot be read.
         """

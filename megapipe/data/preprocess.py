@@ -88,7 +88,7 @@ def preprocess(
     """Write PREFIX_KEY_document.bin and .idx for every key, documents in the order of the input.
 
     Args:
-        inputs: paths of the text files, see `text.raw_documents`.
+        inputs: paths of the text files.
         output_prefix: PREFIX.
         encoding: the tokenizer and the keys.
         workers: number of worker processes.

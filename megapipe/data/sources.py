@@ -37,7 +37,7 @@ class Blend:
     weights: list[float] | None
 
     def ask(self, question: Callable[[str], Any], prefix: str) -> Any:
-        """Return question(prefix). Its errors name this blend's flag in place of --data-path.
+        """Return question(prefix), with errors that name this blend's flag in place of --data-path.
 
         Args:
             question: a function whose errors name --data-path.
@@ -179,11 +179,11 @@ def _items(given: list[str | float] | str | None) -> Sequence[str]:
 
 
 def _three(names: Sequence[str], lists: Sequence[Sequence[str]]) -> tuple[Blend | None, ...]:
-    """Return the blends of train, validation and test; None for one without data.
+    """Return the blends of train, validation and test; None for each that has no data.
 
     Args:
         names: the name of each list in messages.
-        lists: the weights and prefixes of each; empty for none.
+        lists: the weights and prefixes of train, validation and test, as words; empty for no data.
     Raises: DataError without training data, or for a malformed list.
     """
     if not lists[0]:
@@ -216,7 +216,7 @@ def _blend(name: str, given: Sequence[str]) -> Blend:
 
 
 def _json(path: str) -> dict[str, Any]:
-    """Read the file of --per-split-data-args-path: name of a part -> its weights and prefixes."""
+    """Read the file of --per-split-data-args-path: {"train": weights and prefixes, ...}."""
     flag = "--per-split-data-args-path"
     try:
         lists = json.loads(_read(flag, path))

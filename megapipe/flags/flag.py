@@ -18,13 +18,13 @@ class Flag:
 
     `count_problem` and `value_problem` check values as typed, and `read` converts them.
 
-    `count` and `value_type` describe its values, `allowed` does so in words, and `spell` writes
-    them for a command line.
+    `count` and `value_type` describe the flag's values, `allowed` does so in words, and `spell`
+    writes values for a command line.
 
     Attributes:
         name: the flag, such as --num-layers.
         owner: the dataclass that has the field.
-        section: the owner's field in Config; empty for a class that is parsed by itself.
+        section: the field of Config that holds the owner; "" for a class that is parsed by itself.
         field: the field's name.
         kind: the field's type without None and notes: int for Annotated[int | None, Idle(...)].
         default: the field's default.

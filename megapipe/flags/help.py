@@ -83,7 +83,7 @@ def _default(flag: Flag) -> str:
 def _docstrings(cls: type) -> dict[str, str]:
     """Return the strings below the fields of a class and of its bases, by field.
 
-    Python does not keep them, so they are read from the source.
+    Python does not keep these strings, so they are read from the source.
     """
     found: dict[str, str] = {}
     # From the last base to the class itself, so that a class's own docstring of a field wins.

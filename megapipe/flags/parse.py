@@ -123,10 +123,11 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
 def read(
     cls: type[T], argv: Sequence[str] | None = None, *, besides: Iterable[str] = ()
 ) -> Read[T]:
-    """Return what `parse` does, with the problems in place of an error.
+    """Return the configuration together with the problems, where `parse` would raise an error.
 
     Args:
-        besides: flags of a tool on the same command line. A misspelled name may mean one of them.
+        argv: flags and values; None for sys.argv[1:].
+        besides: flags of a tool on the same command line. A misspelled name may mean one of these.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -189,7 +190,7 @@ def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
 
 
 def read_among(own: type[T], argv: Sequence[str]) -> tuple[Read[T], Read[Config]]:
-    """Return what `parse_among` does, with the problems in place of an error.
+    """Return (the tool's flags, the run's configuration), each with its problems.
 
     Args:
         own: the dataclass of the tool's flags.
@@ -324,10 +325,12 @@ def _schedule_switches(
 ) -> Iterator[str]:
     """Replace the zero-bubble fork's switches by --pipeline-schedule, and yield each problem.
 
+    The fork is sail-sg's of Megatron-LM.
+
     Args:
-        given: flags of megapipe with their values; the schedule is put here.
-        others: (name, values) of other flags; the switches are taken out.
-        noops: {flag that sets no field: what happens instead}; the switches are put here.
+        given: {flag of megapipe: values}; --pipeline-schedule is added.
+        others: (name, values) of other flags; the switches are removed.
+        noops: {flag that sets no field: what happens instead}; the switches are added.
     """
     switches = {name: values for name, values in others if name in SWITCHES}
     others[:] = [(name, values) for name, values in others if name not in SWITCHES]

@@ -93,7 +93,7 @@ def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
 def _printed_by_torchrun(text: str) -> bool:
     """Write the message into the file in which torchrun looks for what ended a process.
 
-    The first rank of a machine writes it. The other ranks write nothing.
+    Only the first rank of a machine writes the file.
 
     Returns: whether torchrun prints the message; False if torchrun did not start this process.
     """

@@ -67,8 +67,8 @@ def has_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     q is [b, heads, s, d]; k and v are [b, groups, s, d].
 
-    They must be plain bf16 tensors on the CPU. The last dimension must be contiguous, and equally
-    long in all. The library must be there, too.
+    All must be plain bf16 tensors on the CPU, with a contiguous last dimension of one length. The
+    compiled library must exist.
     """
     return (
         # A subclass of Tensor, such as a plan's fake tensor, has no memory that C could read.

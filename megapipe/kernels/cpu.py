@@ -171,8 +171,8 @@ def to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor)
         logits: [n, block], overwritten.
         log_sum: [n], logarithm of the softmax denominator over the whole vocabulary.
         scale: [n], gradient with respect to each token's loss.
-        labels: [n], column of each label in this block; a number outside 0..block-1 is in another
-            block. Any integer type and stride.
+        labels: [n], column of each label in this block, of any integer type and stride. A number
+            outside of 0..block-1 is a label in another block.
     """
     columns = labels.long().contiguous()  # C reads 64 bits for each label
     _run("to_gradient", logits, *logits.shape, log_sum, scale, columns, _is_bf16(logits))
@@ -210,11 +210,11 @@ def adamw_(
     scale: Tensor,
     rates: Sequence[float],
 ) -> None:
-    """Apply one AdamW update to float32 parameters in place; optim/adamw.py has the formula.
+    """Apply one AdamW update to float32 parameters in place.
 
     Args:
         value, exp_avg, exp_avg_sq: the parameters and their two moments.
-        grad: the gradient. It is overwritten with its product with `scale` and rates[0].
+        grad: the gradient. It is multiplied in place by `scale` and rates[0].
         model: the bf16 copy that the model computes with, rounded from value; None without one.
         scale: a float32 tensor with one element, a factor on the gradient.
         rates: gradient factor, weight decay factor, step size, square root of the second moment's

@@ -16,8 +16,8 @@ from megapipe.training.check import report
 def with_processes(config: Config) -> Config:
     """Return the configuration with the number of processes in `world_size`.
 
-    It is --world-size if that is given, else the launcher's number, but at least the number of
-    ranks of one replica of the model.
+    The number is --world-size if that is given, else the launcher's number, but at least the ranks
+    of one replica of the model.
     """
     # A launcher would say it. Without one a plan of four stages is about four processes.
     given = config.check.world_size
@@ -42,8 +42,8 @@ def make_plan(config: Config) -> Plan:
     Nothing is started. A notebook shows the plan as a table.
 
     Args:
-        config: from `parse`, or built in Python. Its number of processes is --world-size if that
-            is given, else `config.world_size`, but at least the ranks of one replica.
+        config: from `parse`, or built in Python. The number of processes is --world-size if that is
+            given, else `config.world_size`, but at least the ranks of one replica.
     Raises: ConfigError with every problem of the configuration. ScheduleError if the schedule
         cannot be made as the flags ask.
     """
@@ -55,8 +55,8 @@ def check(config: Config) -> str:
     """Return a text on what would run, like `megapipe check` prints it. Nothing is started.
 
     Args:
-        config: from `parse`, or built in Python. Its number of processes is --world-size if that
-            is given, else `config.world_size`, but at least the ranks of one replica.
+        config: from `parse`, or built in Python. The number of processes is --world-size if that is
+            given, else `config.world_size`, but at least the ranks of one replica.
     Raises: UserError with everything that a launch would refuse.
     """
     # As with --check, or the report would call --world-size a flag without effect.

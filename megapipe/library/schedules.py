@@ -109,8 +109,8 @@ def compare(
     Args:
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of a step.
-        among: names and files as in `build`, schedules, and recipes. 1f1b is always added, because
-            others are compared with it.
+        among: names and files that `build` takes, schedules, and recipes. 1f1b is always added,
+            because others are compared with it.
         costs: times of passes and messages.
         memory: limit on a rank's activation, in the unit of `costs.mem_b`; None for no limit.
         effort: about the seconds to spend on each of the two searches of zb-auto.
@@ -196,8 +196,9 @@ def save(
     Args:
         schedule: the schedule to write.
         file: a path that ends in .json, which has everything, or in .csv.
-        costs: if given, a .json also has them, the makespan and the start of each step.
-        recipe: if given, a .json also has the recipe by which the schedule was made.
+        costs: a .json also gets these costs, the makespan and the start of each step; None for none
+            of these.
+        recipe: a .json also gets the recipe by which the schedule was made; None for none.
     Raises: ScheduleError for another ending, and for a .csv with costs, with a recipe, or with a
         schedule that CSV cannot express. DataError if the file cannot be written.
     """

@@ -25,7 +25,7 @@ _ONE = re.compile(r"([EtmL|])\*(\d+)")
 def parse_layout(text: str) -> tuple[int, ...]:
     """Return the number of layers of each stage in a layout string.
 
-    E is the embedding, t a layer, m a depth of multi-token prediction, L the loss, and | ends a
+    E is the embedding, t a layer, m a module of multi-token prediction, L the loss, and | ends a
     stage. Commas and spaces are ignored. A stage may be empty, or hold E, m or L alone.
     `Ett|(ttt|)*2,ttL` gives (2, 3, 3, 2).
 
@@ -124,7 +124,7 @@ def _strangers(plain: str) -> str:
 def _end(plain: str, letter: str) -> str:
     """Return an error text if E does not come first or L does not come last; "" if it does.
 
-    letter: "E" or "L". plain: the string as `_expand` returns it.
+    letter: "E" or "L". plain: the layout string, with repetitions such as t*3 written out.
     """
     begins = letter == "E"
     if begins:

@@ -28,17 +28,17 @@ class LayerSpan:
     """The part of the model on one stage.
 
     Attributes:
-        first: number of its first layer in the whole model.
-        count: number of its layers, possibly 0.
+        first: number of the stage's first layer in the whole model.
+        count: number of layers on the stage, possibly 0.
         embedding: whether it embeds the tokens.
         loss: whether it holds the final norm, the output head and the loss.
-        shares: number of parts of the vocabulary, on as many ranks; 1 if the embedding and the head
-            are on the first and the last stage alone.
+        shares: number of parts into which the vocabulary is split, on as many ranks; 1 if the
+            embedding and the head are on the first and the last stage alone.
         share: the vocabulary part on this stage, from 0; None for none. The parts are in the order
             of the ranks. DualPipe's second copy of the model, whose stages are on the ranks in
             reverse, has them in reverse too.
-        depth: depth of multi-token prediction, from 1; 0 for a stage of the main model. A depth has
-            one layer, numbered after the model's layers.
+        depth: number of the stage's multi-token prediction module, from 1; 0 for a stage of the
+            main model. A module has one layer, numbered after the model's layers.
     """
 
     first: int
@@ -64,7 +64,7 @@ def partition(
     first: int | None = None,
     last: int | None = None,
 ) -> tuple[LayerSpan, ...]:
-    """Return the span of each stage by Megatron's flags.
+    """Return the span (layers, embedding, loss) of each stage by Megatron's flags.
 
     Args:
         num_layers: layers of the model.
@@ -74,7 +74,8 @@ def partition(
         first: layers of the first pipeline rank, divided evenly among its stages. The other ranks
             divide the rest evenly. Under a V placement (stages down the ranks and up again) the
             first rank has both ends of the model.
-        last: layers of the last pipeline rank, in the same way.
+        last: layers of the last pipeline rank, in the same way. None, like `first` None, gives no
+            number.
     Raises: ConfigError, with the nearest numbers that work, if the layers do not divide.
     """
     if first is None and last is None:
@@ -88,8 +89,7 @@ def spans(counts: Sequence[int], placement: Placement) -> tuple[LayerSpan, ...]:
     """Return the span of each stage, in the order of the placement's stages.
 
     Args:
-        counts: layers of each stage from the embedding to the loss, without depths of multi-token
-            prediction.
+        counts: layers of each stage from the embedding to the loss, without multi-token prediction.
         placement: the rank of each stage.
     """
     assert len(counts) == placement.main, f"{len(counts)} positions for a chain of {placement.main}"
@@ -116,9 +116,9 @@ def spans(counts: Sequence[int], placement: Placement) -> tuple[LayerSpan, ...]:
 
 
 def whole(num_layers: int, depths: int = 0) -> tuple[LayerSpan, ...]:
-    """Return the span of the model in one piece, then one for each multi-token prediction depth.
+    """Return the span of the undivided model, then one for each multi-token prediction module.
 
-    num_layers: layers of the model. depths: number of multi-token prediction depths.
+    num_layers: layers of the model. depths: number of multi-token prediction modules.
     """
     model = LayerSpan(0, num_layers, True, True)
     further = [LayerSpan(num_layers + n, 1, False, False, depth=n + 1) for n in range(depths)]
@@ -144,7 +144,8 @@ def _even(num_layers: int, placement: Placement, embedding: bool, loss: bool) ->
     Args:
         num_layers: layers of the model.
         placement: the rank of each stage.
-        embedding, loss: count it as a layer, so that its stage gets one less.
+        embedding, loss: count the embedding, or the loss, as a layer, so that its stage gets one
+            less.
     Raises: ConfigError if the layers do not divide.
     """
     chain = placement.chain
@@ -246,7 +247,10 @@ def _ends(
 
 
 def _why_not(num_layers: int, placement: Placement, first: int | None, last: int | None) -> str:
-    """Return the reason why `_ends` returns None for these arguments, as text."""
+    """Return the reason, as text, why the layers do not divide for these numbers of layers.
+
+    first, last: layers of the first and of the last pipeline rank; None if not given.
+    """
     stages_of = Counter(placement.rank_of[: placement.chain])
     if placement.num_ranks == 1:
         return f"the one rank holds all {num_layers}"

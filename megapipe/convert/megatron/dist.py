@@ -259,11 +259,12 @@ class DistributedTensors:
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices that select a box of the whole tensor from one part of it.
+    """Return the slices that select a box of a tensor from one stored part of the tensor.
 
     Args:
-        low, high: the box's first index, and the index after its last one, in the whole tensor.
-        origin: the part's first index in the whole tensor.
+        low, high: the box's first index, and the index after the box, in each dimension of the
+            whole tensor.
+        origin: the part's first index in each dimension of the whole tensor.
     """
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
@@ -272,6 +273,7 @@ def _numbers(size: Any) -> tuple[int, ...]:
     """Return the dimensions of a torch.Size that `read_pickle` has read.
 
     Args:
-        size: a Named object whose one argument is a tuple of the dimensions.
+        size: a `Named`, the stand-in for an object of a pickle. Its one argument is a tuple of the
+            dimensions.
     """
     return tuple(map(int, size.args[0]))

@@ -60,7 +60,7 @@ class Export:
         """Return the run's arguments and progress, as Megatron-LM saves them.
 
         Args:
-            args: the run's arguments by Megatron-LM's names. Its progress is added to them.
+            args: the run's arguments by Megatron-LM's names, to which the progress is added.
         Returns: a dict with the keys args, checkpoint_version, iteration and
             num_floating_point_operations_so_far.
         """
@@ -150,8 +150,8 @@ def open_export(folder: Path, target: Path, optimizer: bool, fused: bool | None)
         folder: iter_NNNNNNN.
         target: the folder of the export, which must be new or empty.
         optimizer: export the optimizer's state, if the checkpoint has it.
-        fused: whether the state is for Transformer Engine's or Apex's Adam instead of torch's.
-            Default: True for 16-bit weights.
+        fused: whether the state is for Transformer Engine's or Apex's Adam, not for torch's. None:
+            True for 16-bit weights.
     Raises: CheckpointError if the checkpoint is damaged or Megatron-LM cannot express it.
     """
     config = exportable(folder, target)

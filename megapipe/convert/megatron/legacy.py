@@ -48,14 +48,14 @@ class LegacyTensors:
 
     Attributes:
         folder: the folder of the ranks' folders.
-        paths: rank -> its file.
-        contents: rank -> the content of its file.
+        paths: {rank: path of its file}.
+        contents: {rank: content of its file}.
         common: the first rank's content.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline ranks.
         ep: number of expert-parallel ranks.
         etp: number of ranks that share an expert, 1 or `tp`.
-        chunks: rank -> its model chunks, each a dict from megapipe's name to this rank's slice.
+        chunks: {rank: its model chunks}. A chunk is {megapipe's name: the rank's slice}.
         copies: names of weights that two stages have, such as a tied head, with unequal values.
 
     Raises: CheckpointError if a file is missing or is not of Megatron-LM's GPT.
@@ -154,7 +154,7 @@ class LegacyTensors:
     def _add_dense(self, kind: str, name: str, t: int, x: Tensor) -> None:
         """Keep a rank's slice of a tensor without experts, or compare it with an earlier stage's.
 
-        A weight with other values than on the earlier stage is added to `copies`.
+        If a weight has other values than on the earlier stage, the name is added to `copies`.
 
         Args:
             kind: exp_avg, exp_avg_sq, master, or "" for a weight.
@@ -184,7 +184,8 @@ class LegacyTensors:
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the first tensor-parallel rank's slices, by megapipe's name.
 
-        A tensor of experts has all experts of its layer as first dimension. `read` checks the rest.
+        A tensor of experts has all experts of the layer as first dimension. `read` checks other
+        ranks.
 
         Args:
             kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
@@ -217,7 +218,7 @@ class LegacyTensors:
     def rows(self) -> list[list[Row]] | None:
         """Return the distributed optimizer's state, stored as flat vectors, or None without it.
 
-        Returns: for each tensor-parallel rank, a Row for each model chunk of all its pipeline
+        Returns: for each tensor-parallel rank a list: a Row for each model chunk of all pipeline
             ranks.
         Raises: CheckpointError if the model has experts, or if a file has an unknown form.
         """
@@ -280,7 +281,7 @@ class LegacyTensors:
         Args:
             optimizer: the state dict of torch's optimizer, which numbers the parameters.
             mains: the float32 main parameters of each group; None if the weights are float32.
-            found: kind -> megapipe's name -> tensor.
+            found: {kind: {megapipe's name: tensor}}, to be filled.
         Raises: CheckpointError if a group has another number of parameters, or other shapes, than
             Megatron-LM's rule for groups gives.
         """
@@ -353,7 +354,7 @@ def rank_folder(rank: Rank, pp: int, ep: int) -> str:
 
 
 def _part(state: Mapping[str, Tensor], kind: str, start: int, stop: int) -> Tensor:
-    """Return elements start..stop-1 of a chunk's flat `state` vector of a kind; see `Row`."""
+    """Return elements start to stop - 1 of the flat vector of a kind, such as exp_avg or master."""
     key = "param" if kind == "master" else kind
     return state[key][start:stop]
 

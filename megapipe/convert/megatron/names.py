@@ -119,8 +119,8 @@ def common_name(name: str) -> str:
 def in_layer(name: str, model: ModelConfig) -> tuple[int, str] | None:
     """Return (layer's number, name within the layer) of a tensor.
 
-    A depth of multi-token prediction has one layer, of the same kind as the model's last layer. It
-    gets the last layer's number.
+    A module of multi-token prediction has one layer, of the same kind as the model's last layer,
+    and gets that layer's number.
 
     Args:
         name: megapipe's name of the tensor.
@@ -138,8 +138,8 @@ def in_layer(name: str, model: ModelConfig) -> tuple[int, str] | None:
 def stage_layouts(model: ModelConfig, span: LayerSpan) -> dict[str, Layout]:
     """Return the layout of each parameter that a pipeline stage of Megatron-LM has, by name.
 
-    A stage may have a copy of another stage's weight: a tied head, or the embedding that depths of
-    multi-token prediction read. The layout's `tied_to` then names the owner.
+    A stage may have a copy of another stage's weight: a tied head, or the embedding that
+    multi-token prediction reads. The layout's `tied_to` then names the original.
 
     Args:
         span: the stage's layers, and whether it has the embedding and the loss.
@@ -244,8 +244,8 @@ def _place(name: str, numbers: Mapping[str, int]) -> tuple[int, int, int, bool]:
 
     Args:
         name: megapipe's name of the parameter.
-        numbers: name of a module within a layer -> its place there.
-    Returns: (part of the model, layer, place of the module in the layer, whether it is a bias).
+        numbers: {name of a module within a layer: its position in the layer}.
+    Returns: (part of the model, layer, position of the module in the layer, whether it is a bias).
     """
     module, kind = name.rsplit(".", 1)
     part = next(n for n, start in enumerate(_PARTS) if module.startswith(start))

@@ -122,8 +122,8 @@ def export_ranks(
         target: a new or empty folder.
         sizes: parallel sizes and kind of layers of that run.
         optimizer: export the optimizer's state, if the checkpoint has it.
-        fused: whether the state is for Transformer Engine's or Apex's Adam instead of torch's.
-            Default: True for 16-bit weights.
+        fused: whether the state is for Transformer Engine's or Apex's Adam, not for torch's. None:
+            True for 16-bit weights.
         progress: is called with (done, total) before every file and at the end.
 
     Raises: CheckpointError if the checkpoint is damaged, Megatron-LM cannot express the model, or
@@ -156,7 +156,7 @@ def export_ranks(
 class _RankFile:
     """The file of one rank; `content` returns the object that is saved in it.
 
-    `tensors` returns this rank's slices of one kind.
+    `tensors` returns this rank's slices: of the weights, or of one kind of optimizer state.
 
     Args:
         export: the checkpoint of megapipe, opened.

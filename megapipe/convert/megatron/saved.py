@@ -43,7 +43,7 @@ class Source(Protocol):
 
     Attributes:
         folder: the checkpoint's folder.
-        copies: names of weights that two stages have, such as a tied head, with unequal values.
+        copies: names of weights that two stages have, such as a tied head, but with unequal values.
         common: data other than tensors, by Megatron-LM's names.
     """
 
@@ -191,7 +191,7 @@ class SavedRun:
 
         Args:
             source: the tensors of the checkpoint.
-        Returns: for each tensor-parallel rank, a Row for each model chunk of all its pipeline
+        Returns: for each tensor-parallel rank a list: a Row for each model chunk of all pipeline
             ranks.
         Raises: CheckpointError if the model has experts or a pipeline layout that is not supported.
         """
@@ -237,8 +237,8 @@ class SavedRun:
 def _forms(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the shapes in which Megatron-LM may save a tensor that megapipe saves as `shape`.
 
-    These are `shape` itself, and `shape` with one pair of neighbouring dimensions merged. Gate and
-    up of an MLP, for example, are [2, f, h] in megapipe and [2f, h] in Megatron-LM.
+    These are `shape` itself, and `shape` with any two neighbouring dimensions merged. Gate and up
+    of an MLP, for example, are [2, f, h] in megapipe and [2f, h] in Megatron-LM.
     """
     found = [shape]
     for n in range(len(shape) - 1):

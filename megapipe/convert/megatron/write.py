@@ -172,10 +172,10 @@ def export_megatron(
         folder: iter_NNNNNNN of megapipe.
         target: a new or empty folder.
         optimizer: export the optimizer's state, if the checkpoint has it.
-        fused: whether the state is for Transformer Engine's or Apex's Adam instead of torch's.
-            Default: True for 16-bit weights.
-        ep: expert-parallel ranks of the run that loads it. With several, experts have an optimizer
-            of their own.
+        fused: whether the state is for Transformer Engine's or Apex's Adam, not for torch's. None:
+            True for 16-bit weights.
+        ep: number of expert-parallel ranks of the run that will load the result. If there are
+            several, experts have an optimizer of their own.
         progress: is called with (done, total) before every tensor and at the end.
 
     Raises: CheckpointError if the checkpoint is damaged, Megatron-LM cannot express the model, or
@@ -292,7 +292,7 @@ def _layer_extras(
     """Yield the _extra_state keys of one layer's modules.
 
     Args:
-        layer: its number, which decides whether it has experts.
+        layer: number of the layer, which decides whether the layer has experts.
         start: the start of the keys.
         part: (layer's index, number of layers) if the keys do not name the layer. They then end in
             shard_INDEX_NUMBER. None if each layer has keys of its own, which end in shard_0_1.

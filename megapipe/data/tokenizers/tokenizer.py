@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 class SentencePieceTokenizer:
     """A SentencePiece model.
 
-    Its end-of-document piece is </s>, or else a piece named <eod> or <|endoftext|>.
+    The end-of-document piece is </s>, or else a piece named <eod> or <|endoftext|>.
 
     `encode` returns the ids of a text, `decode` the text of ids, `proto` the bytes of the model.
 
@@ -185,7 +185,7 @@ def tokenizer_files(data: TokenizerConfig) -> list[str]:
 def assumed_vocab_size(data: TokenizerConfig) -> int:
     """Return a vocabulary size for a plan that is made without the tokenizer's files.
 
-    It is --vocab-size, or else the size of a usual tokenizer of this kind: 50257 for GPT-2.
+    The size is --vocab-size, or else the size of a usual tokenizer of this kind: 50257 for GPT-2.
 
     Args:
         data: the flags of the tokenizer.
