@@ -30,6 +30,16 @@ def shown_by(name: str) -> Callable[[Any], str | None]:
     return show
 
 
+def aligned(rows: Sequence[Sequence[str]], first: Callable[..., str] = str.rjust) -> list[str]:
+    """Return rows of cells as lines of text, with all columns but the first aligned on the right.
+
+    Args:
+        first: alignment of the first column, str.ljust or str.rjust.
+    """
+    width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join((first(x, width), *map(str.rjust, xs, widths))) for x, *xs in rows]
+
+
 def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
     """Return rows of cells as an HTML table without scripts. The first row is the head.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from megapipe.config import Config
-from megapipe.notebook import html_table
+from megapipe.notebook import aligned, html_table
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import LayerSpan
@@ -34,9 +34,7 @@ def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
         parameters: number of parameters of each stage, counted on the built model; None to count
             them by formula.
     """
-    rows = cells_of(plan, parameters)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+    return "\n".join(aligned(cells_of(plan, parameters)))
 
 
 def memory_table(plan: Plan, config: Config) -> str:
@@ -50,8 +48,7 @@ def memory_table(plan: Plan, config: Config) -> str:
     for rank, row in enumerate(rows):
         sizes = [*(row[name] for name in names), sum(row.values())]
         cells.append([str(rank), *(f"{size / GIB:.3g}" for size in sizes)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in cells)
+    return "\n".join(aligned(cells))
 
 
 def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[str, ...]]:

@@ -19,6 +19,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.core.pieces import Chain, pieces
 from megapipe.schedule.families import FAMILIES, FamilyCosts
 from megapipe.schedule.families.family import PerStage as PerStage
+from megapipe.schedule.families.family import mean
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Part, Placement, Schedule, Step
 
@@ -214,7 +215,7 @@ class Costs(FamilyCosts, CoreCosts):
             parts |= family.of_slice(vars(self), end - begin, document)
         # A pair shrinks by the same factor as its forward.
         if self.fb is not None:
-            parts["fb"] = _of_slice(self.fb, _mean(self.attention_f), begin, end, first)
+            parts["fb"] = _of_slice(self.fb, mean(self.attention_f), begin, end, first)
         return replace(self, **parts)
 
     def check(self, placement: Placement) -> None:
@@ -230,6 +231,18 @@ class Costs(FamilyCosts, CoreCosts):
     def memory(self, placement: Placement) -> Memory:
         """Return the memory that F leaves on each stage, until B and until W."""
         return Memory(self.by_stage("mem_b", placement), self.by_stage("mem_w", placement))
+
+    def held_by_rank(self, placement: Placement) -> list[float]:
+        """Return the activation of one microbatch on all stages of each rank."""
+        held = [0.0] * placement.num_ranks
+        for rank, size in zip(placement.rank_of, self.memory(placement).b, strict=True):
+            held[rank] += size
+        return held
+
+    @property
+    def communicates(self) -> bool:
+        """Return whether any pass has communication within it."""
+        return any(getattr(self, name) for name in SHARES)
 
     def gradients_of_keys(self, stage: int, placement: Placement) -> float:
         """Return the size of the gradients of a microbatch's keys and values on a stage."""
@@ -255,7 +268,7 @@ class Costs(FamilyCosts, CoreCosts):
             whole = whole * placement.num_ranks / placement.chain
             splits = [part._at("w", x.stage, placement) for x, part in priced if x.kind.is_split]
             return max(whole - sum(splits) + self.overhead, *alone)
-        if not any(getattr(self, name) for name in SHARES):
+        if not self.communicates:
             return sum(alone)
         chains: list[Chain] = []
         for x, part in priced:
@@ -342,12 +355,6 @@ def _of_slice(whole: float, attention: float, begin: float, end: float, first: f
     # A microbatch that is one document has the area 1.
     by_area = (end - first) ** 2 - (begin - first) ** 2
     return whole * ((1 - attention) * by_length + attention * by_area)
-
-
-def _mean(value: PerStage) -> float:
-    if isinstance(value, tuple):
-        return sum(value) / len(value)
-    return value
 
 
 UNIT = Costs()

@@ -8,7 +8,8 @@ from math import inf
 from typing import Protocol
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import SHARES, UNIT, Costs
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.families.family import by_rank
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.placement import loop, vee
 
@@ -87,9 +88,9 @@ class Fixed:
         return self.price.of_positions(table.placement.chain)
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
-        if self.memory is None or isinstance(self.memory, tuple):
-            return self.memory
-        return (self.memory,) * table.placement.num_ranks
+        if self.memory is None:
+            return None
+        return by_rank(self.memory, table.placement.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Pairing:
         Costs that already have communication or the time of a pair are returned unchanged.
         """
         # Measured costs say more than a share that a flag guesses.
-        named = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
+        named = costs.fb is not None or costs.communicates
         if named or not self.share:
             return costs
         return replace(costs, link_f=self.share, link_b=self.share)
@@ -124,7 +125,7 @@ def refuse_idle(costs: Costs) -> None:
 
     Raises: ScheduleError that names the flag.
     """
-    if costs.fb is None and not any(getattr(costs, name) for name in SHARES):
+    if costs.fb is None and not costs.communicates:
         raise ScheduleError(
             "pairs have nothing to hide, as no pass has communication. Say its share of a pass "
             "with --comm-share 0.2, or link_f and link_b in the file of --costs."

@@ -389,3 +389,7 @@ class Kind(StrEnum):
     def is_split(self) -> bool:
         """Return whether the pass is a backward that leaves the weight gradient to a later pass."""
         return self.is_backward and Made.WEIGHT_GRADIENT not in self.traits.makes
+
+
+LAYERS = (Kind.F, Kind.B, Kind.W, Kind.BW)
+"""The passes through a stage's layers. Every table has them; other kinds are added."""

@@ -6,7 +6,7 @@ A schedule is a table: for each rank the passes it runs, in order. On which rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise, product
@@ -316,13 +316,21 @@ class Schedule:
         return of_step * self.placement.num_chains // self.num_microbatches
 
 
-def unpaired(schedule: Schedule, keep: Callable[[Step], bool] = lambda step: False) -> Schedule:
-    """Return the table with the two passes of each overlapped pair one after the other.
+def unpaired(schedule: Schedule) -> Schedule:
+    """Return the table with the two passes of each overlapped pair one after the other."""
+    return schedule.map(lambda step: ((x,) for x in step))
+
+
+def with_steps(row: Sequence[Step], after: Mapping[int, Sequence[Step]]) -> tuple[Step, ...]:
+    """Return a rank's row with further steps in it.
 
     Args:
-        keep: takes the two passes of a pair, and returns whether they stay together.
+        after: {index of a step: the steps to put after it}. Index -1 is the start of the row.
     """
-    return schedule.map(lambda step: (step,) if keep(step) else ((x,) for x in step))
+    steps = [*after.get(-1, ())]
+    for i, step in enumerate(row):
+        steps += [step, *after.get(i, ())]
+    return tuple(steps)
 
 
 def repeated(schedule: Schedule, training_steps: int) -> Schedule:

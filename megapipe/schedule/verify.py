@@ -14,13 +14,11 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, can_repeat, wrong_documents
 from megapipe.schedule.families import FAMILIES
-from megapipe.schedule.kinds import Kind, Lane, Made
+from megapipe.schedule.kinds import LAYERS, Kind, Lane, Made
 from megapipe.schedule.lower import Exchange, Message, Program, lower_timed
 from megapipe.schedule.memory.held import memory_steps
 from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import Clock, run_clock, uncollected
-
-_PAIRED = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
 @uncollected()
@@ -77,7 +75,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
     seen: dict[Pass, int] = {}
     for rank, row in enumerate(schedule.ranks):
         for i, step in enumerate(row):
-            is_pair = len(step) == 2 and _PAIRED.issuperset(x.kind for x in step)
+            is_pair = len(step) == 2 and all(x.kind in LAYERS for x in step)
             if len(step) != 1 and not is_pair:
                 yield (
                     f"rank {rank}, step {i}, {_text(step)}: "
@@ -157,8 +155,7 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
         first = schedule.chain_of(microbatch) * place.chain
         for stage in range(first, first + place.chain):
             rank = place.rank_of[stage]
-            kinds = Kind.F, Kind.B, Kind.W, Kind.BW
-            f, b, w, bw = (Pass(kind, stage, microbatch, piece) for kind in kinds)
+            f, b, w, bw = (Pass(kind, stage, microbatch, piece) for kind in LAYERS)
             # A stage may split the backward of some microbatches and fuse it for others, as
             # DualPipe does.
             needed = [f, b, w]

@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megapipe.schedule.costs import SHARES, Costs, PerStage
+from megapipe.schedule.costs import SHARES, Costs
+from megapipe.schedule.families.family import by_rank, times
 from megapipe.schedule.passes import Kind, Placement, Schedule
 
 
@@ -63,7 +64,7 @@ def lower_bound(
     ranks = placement.num_ranks
     m = microbatches
     rank_of = placement.rank_of
-    limits = memory if isinstance(memory, tuple) else (memory,) * ranks
+    limits = by_rank(memory, ranks)
     work = replace(costs, overhead=0.0).durations(placement)
     each = zip((Kind.F, Kind.B, Kind.W), overheads, strict=True)
     f, b, w = ([time + count * costs.overhead for time in work[kind]] for kind, count in each)
@@ -160,7 +161,7 @@ def _beside_backwards(costs: Costs) -> Costs:
         return replace(costs, f=0.0)
     # With communication a forward may also hide in other pairs than the one whose time fb is.
     left = 0.0
-    if not any(getattr(costs, name) for name in SHARES):
+    if not costs.communicates:
         left = max(0.0, costs.fb - costs.b - costs.w)
     return replace(costs, f=min(costs.f, left))
 
@@ -171,15 +172,7 @@ def _scaled(costs: Costs, shares: list[float]) -> Costs:
     Args:
         shares: the factors of f, b and w, in this order.
     """
-
-    def part(time: PerStage, share: float) -> PerStage:
-        if isinstance(time, tuple):
-            return tuple(share * x for x in time)
-        return share * time
-
-    f, b, w = (
-        part(time, share) for time, share in zip((costs.f, costs.b, costs.w), shares, strict=True)
-    )
+    f, b, w = map(times, shares, (costs.f, costs.b, costs.w))
     return replace(costs, f=f, b=b, w=w)
 
 

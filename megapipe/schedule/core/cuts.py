@@ -13,7 +13,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import Costs, PerStage
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.families.family import mean
 
 CUTS = ("equal", "work")
 """Ways to cut. Runs also have "documents": cut by work, then move cuts to borders of documents."""
@@ -106,8 +107,8 @@ def attention_of_all(costs: Costs) -> float:
 
     The shares of F, B and W differ, but one cut serves all three.
     """
-    times = [_mean(getattr(costs, name)) for name in ("f", "b", "w")]
-    parts = [_mean(getattr(costs, f"attention_{name}")) for name in ("f", "b", "w")]
+    times = [mean(getattr(costs, name)) for name in ("f", "b", "w")]
+    parts = [mean(getattr(costs, f"attention_{name}")) for name in ("f", "b", "w")]
     return sum(t * a for t, a in zip(times, parts, strict=True)) / (sum(times) or 1.0)
 
 
@@ -159,10 +160,3 @@ def at_borders(
         near = [x for x in between if x % multiple == 0]
         moved.append(min(near, key=lambda x: abs(x - at), default=at))
     return tuple(b - a for a, b in pairwise([*moved, ends[-1]]))
-
-
-def _mean(value: PerStage) -> float:
-    """Return the mean over the stages, or the value itself if there is one for all stages."""
-    if isinstance(value, tuple):
-        return sum(value) / len(value)
-    return value

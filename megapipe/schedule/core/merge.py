@@ -20,7 +20,7 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step, unpaired
-from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.simulate import Timeline, simulate, within
 
 AHEAD = 2
 """Number of microbatches by which lookups precede the first stage of a chain."""
@@ -49,7 +49,7 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
             shared vocabulary. It may be exceeded if the order of the rows requires it.
     """
     best: tuple[float, Schedule] | None = None
-    for delay in range(1 + -(-table.placement.num_stages // table.placement.num_ranks)):
+    for delay in range(1 + -(-table.placement.num_stages // len(room))):
         # A pair that comes later would change the order of the forwards.
         alone = table
         if delay:
@@ -61,8 +61,7 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
                 continue
             found = replace(table, ranks=rows)
             time = simulate(found, costs)
-            held = zip(activation(found, costs, time), room, strict=True)
-            fits = all(now <= most * (1 + 1e-9) for now, most in held)
+            fits = within(activation(found, costs, time), room)
             faster = best is None or time.makespan < best[0] * (1 - 1e-9)
             # Without a delay the order of the table is kept, whatever it holds.
             if faster and (fits or not delay):

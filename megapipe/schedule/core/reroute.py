@@ -18,11 +18,10 @@ from typing import Any
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.kinds import LAYERS
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 from megapipe.schedule.simulate import simulate
 
-_LAYERS = {Kind.F, Kind.B, Kind.W, Kind.BW}
 _PER_STAGE = ("f", "b", "w", "mem_b", "mem_w", "mem_k")
 
 
@@ -238,7 +237,7 @@ def _unordered(ranks: Joint) -> Schedule:
     Raises: ScheduleError for a table with other passes than F, B, W and BW, or of several steps.
     """
     table = ranks.table
-    others = sorted(table.kinds - _LAYERS)
+    others = sorted(table.kinds.difference(LAYERS))
     if others:
         raise ScheduleError(
             f"{table.name} has {', '.join(others)}: reroute F, B, W and BW, and add other passes "

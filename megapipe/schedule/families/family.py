@@ -70,6 +70,25 @@ def times(share: float, whole: PerStage) -> PerStage:
     return share * whole
 
 
+def mean(whole: PerStage) -> float:
+    """Return the mean over stages of a field of costs."""
+    if isinstance(whole, tuple):
+        return sum(whole) / len(whole)
+    return whole
+
+
+def by_rank(memory: float | tuple[float, ...], ranks: int) -> tuple[float, ...]:
+    """Return the memory limit of each rank.
+
+    Args:
+        memory: one limit for all ranks, or one for each.
+        ranks: the number of ranks.
+    """
+    if isinstance(memory, tuple):
+        return memory
+    return (memory,) * ranks
+
+
 @dataclass(frozen=True)
 class Family:
     """A group of kinds of pass, with the functions by which core modules ask about its passes.

@@ -11,7 +11,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from megapipe.schedule.costs import Costs, PerStage
-from megapipe.schedule.kinds import COPIES, Kind, Lane
+from megapipe.schedule.families.family import times
+from megapipe.schedule.kinds import COPIES, LAYERS, Kind, Lane
 from megapipe.schedule.passes import Pass, Placement
 
 
@@ -191,19 +192,12 @@ def _of_families(
     for kind in Kind:
         name = kind.traits.costs
         if kind.traits.lane is Lane.DP:
-            found[name] = _scaled(getattr(counted, name), unit)
+            found[name] = times(unit, getattr(counted, name))
         elif kind.traits.lane in COPIES:
             found[name] = _copies(took, kind, time[kind][: place.chain], unit)
         elif kind.traits.at:  # a share of what all ranks compute together
             found[name] = _shares(took, name)
     return found
-
-
-def _scaled(cost: PerStage, unit: float) -> PerStage:
-    """Return a cost, one number or one for each stage, multiplied by `unit`."""
-    if isinstance(cost, tuple):
-        return tuple(x * unit for x in cost)
-    return cost * unit
 
 
 def _copies(
@@ -255,16 +249,13 @@ def _stages(
     """
     time = replace(counted, overhead=0.0).durations(place)
     for at in range(place.chain):
-        f, b, w, whole = (median(took.get((kind, at), [0.0])) for kind in _KINDS)
+        f, b, w, whole = (median(took.get((kind, at), [0.0])) for kind in LAYERS)
         # Only fused backwards ran here: the plan says how B and W divide one.
         if (Kind.B, at) not in took or (Kind.W, at) not in took:
             share = time[Kind.B][at] / (time[Kind.B][at] + time[Kind.W][at] or 1.0)
             b = whole * share
             w = whole * (1 - share)
         yield f, b, w
-
-
-_KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
 
 def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:

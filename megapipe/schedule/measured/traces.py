@@ -21,7 +21,7 @@ from typing import Any
 
 from megapipe.errors import DataError
 from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, Timeline, simulate
-from megapipe.schedule.kinds import Lane
+from megapipe.schedule.kinds import LAYERS, Lane
 
 Event = dict[str, Any]
 _PASS = re.compile(rf"^(\d+)({'|'.join(Kind)})(\d+)(?:\.(\d+))?$")
@@ -298,7 +298,7 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
             found.append(median(seconds or [0.0]))
         return found
 
-    f, b, w, both = map(column, (Kind.F, Kind.B, Kind.W, Kind.BW))
+    f, b, w, both = map(column, LAYERS)
     # BW is b + w. In a table with B, BW and W the split passes divide it.
     for at in positions:
         if not b[at]:

@@ -26,7 +26,7 @@ from megapipe.schedule.patterns import check_size, fixed, one_of
 from megapipe.schedule.placement import vee
 from megapipe.schedule.search.contest import Spending, contest
 from megapipe.schedule.search.seeds import few, is_large
-from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.simulate import Timeline, simulate, within
 
 # Part of a limited time that annealing may take. The rest is for the schedules of the catalogue.
 CONTEST = 0.6
@@ -239,7 +239,7 @@ def _fitting(of: Problem, best: Timeline, until: float) -> Iterator[tuple[Schedu
         if process_time() > until:
             return
         time = simulate(made, of.costs)
-        if _fits(of, time):
+        if within(time.peak, of.memory):
             yield replace(made, name="zb-auto"), time
 
 
@@ -267,12 +267,8 @@ def _promising(of: Problem, best: Timeline, until: float) -> Iterator[Schedule]:
         time = simulate(small, of.costs)
         took, held = _worth(time, of.period)
         grown = float(f"{took + max(time.busy) / n * (m - n):.9g}")
-        if _fits(of, time) and (grown, held) < (float(f"{least:.9g}"), least_held):
+        if within(time.peak, of.memory) and (grown, held) < (float(f"{least:.9g}"), least_held):
             yield from one_of(small.name, ranks, m, chunks, of.costs)
-
-
-def _fits(of: Problem, time: Timeline) -> bool:
-    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(time.peak, of.memory, strict=True))
 
 
 def _worth(time: Timeline, period: bool) -> tuple[float, float]:
@@ -306,10 +302,7 @@ def limits(
             )
         return memory
     if memory is None:
-        held = [0.0] * place.num_ranks
-        for rank, size in zip(place.rank_of, costs.memory(place).b, strict=True):
-            held[rank] += size
-        memory = place.num_ranks * max(held)
+        memory = place.num_ranks * max(costs.held_by_rank(place))
     return (memory,) * place.num_ranks
 
 

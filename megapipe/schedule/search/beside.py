@@ -21,7 +21,7 @@ from megapipe.schedule.costs_file import dump_costs, read_costs
 from megapipe.schedule.ingredients import Fixed, Search
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.simulate import simulate, within
 from megapipe.schedule.text import from_json, to_json
 
 
@@ -116,9 +116,7 @@ def better(
     # A rank has nothing but depths. The search places passes of the model's own chain only.
     if set(own.rank_of) != set(place.rank_of):
         return best
-    held = [0.0] * place.num_ranks
-    for size, rank in zip(costs.memory(place).b, place.rank_of, strict=True):
-        held[rank] += size
+    held = costs.held_by_rank(place)
     # How much memory depths need is known only once they are in the table. So the own chain is
     # searched several times, each time with one microbatch less of every rank's memory.
     tries = 1
@@ -139,8 +137,7 @@ def better(
         except ScheduleError:  # no room for a microbatch
             break
         time = simulate(made, costs)
-        fits = all(now <= most * (1 + 1e-9) for now, most in zip(time.peak, memory, strict=True))
-        if time.makespan < best.after and (fits or not place.depths):
+        if time.makespan < best.after and (within(time.peak, memory) or not place.depths):
             best = Better(to_json(made), before, time.makespan)
     return best
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.families.family import times
+from megapipe.schedule.families.family import by_rank, times
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.search.auto import Candidate, search, search_among
 
@@ -34,12 +34,11 @@ def searched(
         place: the placement; None for the best of loops and V.
         effort: about the seconds of each search on one core.
     """
-    limits = memory if isinstance(memory, tuple) else (memory,) * ranks
     # A search under the real costs would leave no order that holds more than the memory, and these
     # are the ones worth offloading.
     for part, limit in _MOVED_LATER:
         counted = replace(costs, mem_b=times(part, costs.mem_b))
-        rooms = tuple(limit * x for x in limits)
+        rooms = tuple(limit * x for x in by_rank(memory, ranks))
         try:
             if place is None:
                 found = search(ranks, microbatches, costs=counted, memory=rooms, effort=effort)

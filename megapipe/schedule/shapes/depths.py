@@ -13,11 +13,9 @@ from dataclasses import replace
 from megapipe.errors import ScheduleError
 from megapipe.schedule.core.merge import merged
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.kinds import LAYERS, Kind
 from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import simulate
-
-_PASSES = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
 def with_depths(
@@ -45,7 +43,7 @@ def with_depths(
     place = schedule.placement
     if not ranks:
         return schedule
-    if place.depths or place.vocabulary or schedule.cuts or not schedule.kinds <= _PASSES:
+    if place.depths or place.vocabulary or schedule.cuts or not schedule.kinds <= {*LAYERS}:
         raise ScheduleError(
             f"{schedule.name}: multi-token prediction is put into a table of F, B, W and BW alone, "
             "and without depths."
@@ -71,16 +69,10 @@ def with_depths(
 
     # A rank may hold what it holds without depths, and a microbatch more of each of its stages for
     # every pass that the backward of the loss waits for. Costs by stage name the depths last.
-    own: dict[str, tuple[float, ...]] = {}
-    for name, value in vars(costs).items():
-        if isinstance(value, tuple) and len(value) == further.chain:
-            own[name] = value[: place.chain]
-    alone = simulate(schedule, replace(costs, **own))  # type: ignore[arg-type]
-    held = costs.memory(further).b
-    room = []
-    for rank, peak in enumerate(alone.peak):
-        of_rank = sum(held[stage] for stage in further.stages_on(rank))
-        room.append(peak + (1 + len(ranks) + further.vocabulary) * of_rank)
+    alone = simulate(schedule, costs.of_positions(place.chain))
+    more = 1 + len(ranks) + further.vocabulary
+    each = zip(alone.peak, costs.held_by_rank(further), strict=True)
+    room = [peak + more * held for peak, held in each]
 
     return merged(table, added, costs, room)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megapipe.errors import ScheduleError
+from megapipe.notebook import aligned
 from megapipe.schedule.catalogue import PLAIN, SCHEDULES, build
 from megapipe.schedule.core.cuts import Cutting
-from megapipe.schedule.costs import SHARES, UNIT, Costs
+from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import simulate
@@ -296,17 +297,11 @@ def cells_of(rows: Sequence[Row | Refusal]) -> list[tuple[str, ...]]:
 def to_table(rows: Sequence[Row | Refusal]) -> str:
     """Return a comparison as aligned text, and a line for each schedule that does not exist."""
     cells = cells_of(rows)
-    first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for name, *numbers, end in cells:
-        lines.append(f"{name:<{first}}  {_right(numbers, widths)}  {end}")
+    lines = aligned(cells, str.ljust)
+    first = max(len(name) for name, *_ in cells)
     # Refusals come last. Their reasons may be long, so they do not widen the columns.
     lines += [f"{row.label:<{first}}  {row.reason}" for row in rows if isinstance(row, Refusal)]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
 
 
 def _best(rows: Sequence[Row], what: str) -> Row:
@@ -361,7 +356,7 @@ def _pairs(
     """
     paired = [name for name, entry in SCHEDULES.items() if entry.pairs and entry.copies == 1]
     row = next((row for row in rows if row.label in paired and row.fits), None)
-    known = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
+    known = costs.fb is not None or costs.communicates
     if row is None or row.makespan <= best.makespan or known:
         return []
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.kinds import Kind, Lane
+from megapipe.schedule.kinds import LAYERS, Kind, Lane
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import Timeline
 from megapipe.schedule.views.scene import Box, Scene, Track, is_dark, lighter, scene_of, short
@@ -56,7 +56,7 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
     scale = 0.0
     if time.makespan:
         scale = plot / time.makespan
-    used = schedule.kinds | {Kind.F, Kind.B, Kind.W, Kind.BW}
+    used = schedule.kinds.union(LAYERS)
     fill = {key: colour for key, colour in scene.fill.items() if key[0] in used}
     # A class for each colour, because a large table has tens of thousands of boxes. A box and its
     # text are then as short as they can be.

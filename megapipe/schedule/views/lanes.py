@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megapipe.schedule.core.pieces import Chain, Piece, pieces
-from megapipe.schedule.costs import SHARES, Costs
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import Dependencies
-from megapipe.schedule.kinds import COPIES, Kind, Lane
+from megapipe.schedule.kinds import COPIES, LAYERS, Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Timeline
 
 ARITHMETIC = "arithmetic"
 LINK = "link"
-_OF_LAYERS = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
 class Stretch(NamedTuple):
@@ -49,11 +48,6 @@ class Communication(NamedTuple):
     @property
     def share(self) -> float:
         return self.exposed / self.total if self.total else 0.0
-
-
-def communicates(costs: Costs) -> bool:
-    """Return whether any pass has communication under these costs."""
-    return any(getattr(costs, name) for name in SHARES)
 
 
 def communication(schedule: Schedule, costs: Costs) -> Communication:
@@ -136,7 +130,7 @@ def stretches(schedule: Schedule, costs: Costs, time: Timeline, rank: int) -> It
     Args:
         time: the timeline of the table under the costs.
     """
-    if not communicates(costs):
+    if not costs.communicates:
         return
     for step in filter(_has_lanes, schedule.ranks[rank]):
         # The overhead is host time before the first kernel.
@@ -160,7 +154,7 @@ def stretches(schedule: Schedule, costs: Costs, time: Timeline, rank: int) -> It
 
 
 def _has_lanes(step: Step) -> bool:
-    return _OF_LAYERS.issuperset(x.kind for x in step)
+    return all(x.kind in LAYERS for x in step)
 
 
 def _chains(schedule: Schedule, costs: Costs, step: Step) -> list[tuple[Pass, Chain]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import Costs, PerStage
+from megapipe.notebook import aligned
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import OFFLOAD, SHARDING
+from megapipe.schedule.families.family import times
 from megapipe.schedule.kinds import Kind, Made
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import Timeline, simulate
@@ -20,13 +22,8 @@ _SHARES = ("rank", "gathers", "sums", "whole at most", "peak", "they take")
 
 def price_copies(costs: Costs, ratio: float) -> Costs:
     """Return costs in which each copy to or from the host takes `ratio` times a forward's time."""
-
-    def part(f: PerStage) -> PerStage:
-        if isinstance(f, tuple):
-            return tuple(ratio * x for x in f)
-        return ratio * f
-
-    return replace(costs, o=part(costs.f), l=part(costs.f))
+    copy = times(ratio, costs.f)
+    return replace(costs, o=copy, l=copy)
 
 
 def describe_shards(made: Schedule, costs: Costs) -> list[str]:
@@ -56,18 +53,8 @@ def describe_shards(made: Schedule, costs: Costs) -> list[str]:
         "weights and gradients are whole for runs of passes: "
         f"the step takes {short(time.makespan)}, "
         f"where each rank keeps them {short(before.makespan)}",
-        *_aligned(rows),
+        *aligned(rows),
     ]
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows of cells as lines of text, with columns aligned on the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        lines.append("  ".join(f"{x:>{w}}" for x, w in cells))
-    return lines
 
 
 def describe_moves(
@@ -131,7 +118,7 @@ def describe_moves(
         part = "slice"
     return [
         f"of {total[Kind.F]} activations of a stage and {part} {chosen}{end}",
-        *_aligned(rows),
+        *aligned(rows),
     ]
 
 

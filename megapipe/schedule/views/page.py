@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.kinds import LAYERS, Kind
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.views.scene import chunks
 
-KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 RANKS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MICROBATCHES = (*range(1, 17), 18, 20, 24, 28, 32, 40, 48, 64)
 MOST_RANKS = 64
@@ -81,7 +80,7 @@ def to_page(
         lines.append(f"{case.name} {case.chunks} {case.ranks} {case.microbatches} {_packed(case)}")
     progress(1.0, "")
     data = {
-        "kinds": [[kind.value, kind.traits.meaning, kind.traits.colour] for kind in KINDS],
+        "kinds": [[kind.value, kind.traits.meaning, kind.traits.colour] for kind in LAYERS],
         "letters": [kind.value for kind in Kind],
         "entries": {
             name: {"about": entry.about, "chunks": entry.chunks}
@@ -156,5 +155,5 @@ def _rows(schedule: Schedule) -> Iterator[str]:
                 assert due[letter, stage].popleft() == microbatch
                 if kind is Kind.B:
                     due["W", stage].append(microbatch)
-                text += chr(65 + 4 * chunk_of[stage] + KINDS.index(kind))
+                text += chr(65 + 4 * chunk_of[stage] + LAYERS.index(kind))
         yield text

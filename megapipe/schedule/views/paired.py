@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megapipe.errors import ScheduleError
+from megapipe.notebook import aligned
 from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.core.bound import paired_bound
 from megapipe.schedule.costs import Costs
@@ -66,14 +67,9 @@ def paired_table(
         except ScheduleError as error:
             refused.append(f"{label}: {error}")
     progress(1.0, "")
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     # The shortest table with pairs first.
     body = sorted(cells[1:], key=lambda line: float(line[3]))
-    lines = []
-    for line in (_HEAD, *body):
-        numbers = zip(line[1:], widths[1:], strict=True)
-        lines.append(line[0].ljust(widths[0]) + "".join(f"  {x:>{w}}" for x, w in numbers))
-    return "\n".join([*lines, *refused])
+    return "\n".join([*aligned([_HEAD, *body], str.ljust), *refused])
 
 
 def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[str]:

@@ -11,7 +11,7 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Placement, Schedule
 from megapipe.schedule.simulate import Timeline, simulate, uncollected
-from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communicates, stretches
+from megapipe.schedule.views.lanes import ARITHMETIC, LINK, stretches
 
 COLOURS = {kind: kind.traits.colour for kind in Kind}
 """Colours of the first chunk.
@@ -136,7 +136,7 @@ def tracks_of(schedule: Schedule, time: Timeline) -> list[Track]:
 def _tracks(schedule: Schedule, time: Timeline, costs: Costs) -> Iterator[Track]:
     for track in tracks_of(schedule, time):
         yield track
-        if track.stream != Lane.COMPUTE.value or not communicates(costs):
+        if track.stream != Lane.COMPUTE.value or not costs.communicates:
             continue
         # The communication within passes is a stream of the GPU that the table does not name.
         for lane in (ARITHMETIC, LINK):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from html import escape
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, overload
 
 from megapipe.moved import moved_names
@@ -17,6 +16,7 @@ from megapipe.notebook import html_table
 from megapipe.schedule.catalogue import SCHEDULES
 from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import SHARES, Costs
+from megapipe.schedule.families.family import mean
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.views.compare import Refusal, Row, advise, cells_of, compare, to_table
@@ -128,7 +128,7 @@ if not TYPE_CHECKING:  # a type checker would take any misspelled name for a nam
 def told(costs: Costs) -> str:
     """Return costs as a short text. If stages or links differ, their mean is given."""
     values = costs.f, costs.b, costs.w, costs.comm
-    f, b, w, message = (fmean(x) if isinstance(x, tuple) else x for x in values)
+    f, b, w, message = map(mean, values)
     differ = any(isinstance(x, tuple) for x in values)
     beside = {"message": message, "overhead": costs.overhead}
     # A dict as an ordered set: --comm-share gives all three passes one share, which is said once.

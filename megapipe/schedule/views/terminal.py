@@ -10,7 +10,7 @@ from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.compare import measure
-from megapipe.schedule.views.lanes import communicates, communication
+from megapipe.schedule.views.lanes import communication
 from megapipe.schedule.views.scene import Scene, is_dark, rgb, scene_of, short
 
 _MOST_PER_PASS = 4
@@ -99,7 +99,7 @@ def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
         f"sent by rank {' '.join(map(str, timeline.sent))}",
         f"parameters: {short(row.parameters)} device share(s) per rank",
     ]
-    if communicates(costs):
+    if costs.communicates:
         lines.append(str(communication(schedule, costs)))
     return lines
 

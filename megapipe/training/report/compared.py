@@ -11,7 +11,7 @@ from megapipe.plan import GIB, Plan
 from megapipe.schedule import Costs, Kind, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.measured.costs import Ran, Spent, StepsRan, spent
-from megapipe.schedule.views.lanes import Copied, communicates, communication, copied
+from megapipe.schedule.views.lanes import Copied, communication, copied
 from megapipe.training.report.again import Again
 
 # Every report needs the plan's timeline. A run has a table for each batch size, so a few are kept.
@@ -117,7 +117,7 @@ def measured(
     speed = sum(r.busy for r in ranks) / (sum(plan.busy) or 1.0)
     f, b, w = (tuple(x * speed for x in row) for row in times_of_stages(counted, schedule))
     predicted_exposed = None
-    if communicates(counted):
+    if counted.communicates:
         predicted_exposed = communication(schedule, counted).exposed * speed / len(ranks)
     predicted_copies = []
     if copies:

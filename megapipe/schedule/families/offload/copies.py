@@ -23,7 +23,7 @@ from math import inf
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import COPIES, Kind, Lane
-from megapipe.schedule.passes import Pass, Schedule, Shared, Step
+from megapipe.schedule.passes import Pass, Schedule, Shared, Step, with_steps
 from megapipe.schedule.simulate import Clock, run_clock
 
 Chosen = Collection[tuple[int, int]]
@@ -270,7 +270,7 @@ def _put_copies(
         there[copy] = free
 
     # Back, as late as possible, so that the memory stays free for longest.
-    back: dict[int, dict[int, list[Step]]] = {rank: {} for rank in ranks}
+    after: dict[int, dict[int, list[Step]]] = {rank: {} for rank in ranks}
     places = {rank: _Places(schedule.ranks[rank], clock.end[rank]) for rank in ranks}
     latest = inf  # when the next copy back must start
     # From the last copy back to the first. Backwards of no duration may be due at one time; then
@@ -284,17 +284,11 @@ def _put_copies(
         latest = begin
         # Between its forward and its backward, whatever the times say.
         at = max(min(places[copy.rank].before(begin), copy.used - 1), copy.out)
-        back[copy.rank].setdefault(at, []).insert(0, copy.step(Kind.L))
-    out: dict[int, dict[int, list[Step]]] = {rank: {} for rank in ranks}
-    for copy in there:
-        out[copy.rank].setdefault(copy.out, []).append(copy.step(Kind.O))
-    rows = {}
-    for rank in ranks:
-        row: list[Step] = []
-        for i, step in enumerate(schedule.ranks[rank]):
-            row += (step, *out[rank].get(i, ()), *back[rank].get(i, ()))
-        rows[rank] = tuple(row)
-    return rows
+        after[copy.rank].setdefault(at, []).insert(0, copy.step(Kind.L))
+    # A copy out stands before all copies back that follow the same step.
+    for copy in reversed(there):
+        after[copy.rank].setdefault(copy.out, []).insert(0, copy.step(Kind.O))
+    return {rank: with_steps(schedule.ranks[rank], after[rank]) for rank in ranks}
 
 
 class _Places:

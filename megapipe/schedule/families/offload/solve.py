@@ -17,6 +17,7 @@ from random import Random
 from megapipe.errors import ScheduleError
 from megapipe.schedule.core.compiled import library
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.families.family import by_rank
 from megapipe.schedule.families.offload.copies import longest
 from megapipe.schedule.families.offload.weigh import (
     HAIR,
@@ -27,7 +28,6 @@ from megapipe.schedule.families.offload.weigh import (
     Weigh,
     Weight,
     applied,
-    by_rank,
     forward_of,
     places,
     scales,

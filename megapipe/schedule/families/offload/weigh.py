@@ -18,8 +18,9 @@ from math import inf
 from megapipe.errors import ScheduleError
 from megapipe.schedule.core.compiled import Doubles, Ints, doubles, ints, library
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.families.family import by_rank
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.kinds import LAYERS, Kind
 from megapipe.schedule.memory.held import gradients_of_keys
 from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import Timeline, simulate
@@ -29,7 +30,7 @@ Place = tuple[int, int]
 Memory = float | tuple[float, ...]
 """Most activation that a rank may hold: the same for all, or one for each."""
 HAIR = 1 + 1e-9
-_KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.O, Kind.L)
+_KINDS = (*LAYERS, Kind.R, Kind.O, Kind.L)
 
 
 class Verb(StrEnum):
@@ -77,17 +78,6 @@ class Weight:
 
 
 Weigh = Callable[[Choices], Weight]
-
-
-def by_rank(memory: Memory, ranks: int) -> tuple[float, ...]:
-    """Return the memory limit of each rank, given one for all ranks or a tuple of them.
-
-    Args:
-        ranks: number of ranks.
-    """
-    if isinstance(memory, tuple):
-        return memory
-    return (memory,) * ranks
 
 
 def places(plain: Schedule) -> list[Place]:
@@ -153,7 +143,7 @@ def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
     limits = by_rank(memory, len(plain.ranks))
     # The C code knows F, B, W and BW in steps of one pass. Other tables go by the clock.
     paired = any(len(step) > 1 for step in plain.steps())
-    if code is None or not plain.kinds <= set(_KINDS[:4]) or paired:
+    if code is None or not plain.kinds <= {*LAYERS} or paired:
         return partial(_simulated, plain, costs, limits)
     return _compiled(code, plain, costs, limits)
 

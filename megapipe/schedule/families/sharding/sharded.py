@@ -29,10 +29,9 @@ from megapipe.schedule.families.sharding.runs import (
 )
 from megapipe.schedule.families.sharding.whole import borrowers
 from megapipe.schedule.kinds import Kind, Lane
-from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.simulate import Clock, run_clock, simulate
+from megapipe.schedule.passes import Schedule, Step, with_steps
+from megapipe.schedule.simulate import Clock, run_clock, simulate, within
 
-_HAIR = 1 + 1e-9  # rounding
 _AS_FAST = 1.01  # times the best time still count as the best
 _MANY = 4096
 """Most steps of a table for which all choices are simulated, in about a second.
@@ -120,7 +119,7 @@ def sharded_within(
     each = []
     for rank, limit in enumerate(limits):
         for one in played:
-            if one.time.peak[rank] <= limit * _HAIR:
+            if one.time.peak[rank] <= limit * (1 + 1e-9):
                 each.append(one.way)
                 break
     if len(each) == len(limits):
@@ -245,8 +244,7 @@ class _Played:
 
     def fits(self, limits: Sequence[float]) -> bool:
         """Return whether every rank holds at most its memory limit."""
-        both = zip(self.time.peak, limits, strict=True)
-        return all(held <= limit * _HAIR for held, limit in both)
+        return within(self.time.peak, limits)
 
     def worth(self, best: float) -> tuple[float, int, int, float, float]:
         """Return the value by which tables are compared; the smallest is the best.
@@ -323,13 +321,13 @@ def _row(
         reads.append({x.stage for x in step if reads_weights(x.kind)})
         adds.append({x.stage for x in step if adds_gradients(x.kind)})
 
-    # Each reduction follows the last gradient of its interval. `after` has the passes to insert
+    # Each reduction follows the last gradient of its interval. `after` has the steps to insert
     # after each step, -1 for the start of the row.
-    after: dict[int, list[Pass]] = {}
+    after: dict[int, list[Step]] = {}
     sums = []
     for stay in sorted(stays(adds, living.gradients), key=lambda stay: stay.last):
         *_, last = (x for x in row[stay.last] if x.stage == stay.stage and adds_gradients(x.kind))
-        after.setdefault(stay.last, []).append(last._replace(kind=Kind.RS))
+        after.setdefault(stay.last, []).append((last._replace(kind=Kind.RS),))
         sums.append((end[stay.last], duration[Kind.RS][stay.stage]))
 
     # Gathers start when the compute pass before them has ended, so their places follow from the
@@ -350,12 +348,8 @@ def _row(
         users = (x for x in row[stay.first] if x.stage == stay.stage and reads_weights(x.kind))
         gather = gather_for(next(users))
         # Before reductions that end the same step, and before gathers for later uses.
-        after.setdefault(at, []).insert(0, gather)
-    steps: list[Step] = [(item,) for item in after.get(-1, ())]
-    for i, step in enumerate(row):
-        steps.append(step)
-        steps += [(item,) for item in after.get(i, ())]
-    return tuple(steps)
+        after.setdefault(at, []).insert(0, (gather,))
+    return with_steps(row, after)
 
 
 def _begin(due: float, takes: float, sums: Sequence[tuple[float, float]]) -> float:

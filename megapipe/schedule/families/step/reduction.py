@@ -11,7 +11,7 @@ from dataclasses import replace
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
-from megapipe.schedule.passes import Pass, Schedule, Step
+from megapipe.schedule.passes import Pass, Schedule, Step, with_steps
 from megapipe.schedule.simulate import simulate
 
 
@@ -56,10 +56,7 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
                 before = [i for i, (x, *_) in enumerate(row) if time.start[x] < until]
                 at = max(at, last.get(stage, at), *before)
                 after.setdefault(at, []).append((Pass(Kind.G, stage, 0),))
-        steps = after.get(-1, [])
-        for i, step in enumerate(row):
-            steps += [step, *after.get(i, ())]
-        rows.append(tuple(steps))
+        rows.append(with_steps(row, after))
     return replace(schedule, ranks=tuple(rows))
 
 

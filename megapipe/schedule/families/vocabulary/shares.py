@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import add
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.core.merge import merged
@@ -46,11 +47,8 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     added = list(all_shared(table))
     # B of the last stage waits for S and C of all ranks. Until then every rank runs one forward
     # more, so a microbatch of each of its stages is held in addition.
-    held = costs.memory(place).b
-    room = []
-    for rank, peak in enumerate(simulate(schedule, costs).peak):
-        room.append(peak + sum(held[stage] for stage in place.stages_on(rank)))
-    return merged(table, added, costs, room)
+    room = map(add, simulate(schedule, costs).peak, costs.held_by_rank(place))
+    return merged(table, added, costs, [*room])
 
 
 def _refuse_apart(name: str, place: Placement) -> None:

@@ -21,11 +21,11 @@ from dataclasses import replace
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.ingredients import refuse_idle
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.kinds import LAYERS
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.shapes.pairs.manner import GRID
 from megapipe.schedule.shapes.pairs.together import best_play
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.simulate import simulate, within
 from megapipe.schedule.verify import verify
 
 _SMALL = 1e-9  # rounding
@@ -63,8 +63,7 @@ def pairs(
     best = None
     # A pair must gain something: passes that run one by one need no kernels that overlap.
     least = plain.makespan * (1 - _SMALL)
-    fits = all(x <= y * (1 + _SMALL) for x, y in zip(given.peak, limits, strict=True))
-    if given.makespan < least and fits:
+    if given.makespan < least and within(given.peak, limits):
         best = schedule
         least = given.makespan
     found = best_play(alone, costs, limits, tries, split=split)
@@ -122,7 +121,7 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
 
     Raises: ScheduleError that says what to change.
     """
-    more = sorted(schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW})
+    more = sorted(schedule.kinds.difference(LAYERS))
     if more:
         raise ScheduleError(
             f"{schedule.name} has {', '.join(more)}, and pairs are made of F, B, W and BW alone. "

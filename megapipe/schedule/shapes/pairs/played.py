@@ -11,14 +11,13 @@ from itertools import accumulate, product
 
 from megapipe.schedule.core.compiled import Doubles, Ints, doubles, ints, library
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.kinds import LAYERS, Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.shapes.pairs.manner import Manner
 
 Rows = tuple[tuple[Step, ...], ...]
-_KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 _TOGETHER = ((0, 3), (0, 0), (1, 1), (3, 3), (1, 2), (3, 2), (0, 2))
-"""Pairs of kinds, as indices of `_KINDS`, that run overlapped."""
+"""Pairs of kinds, as indices of `LAYERS`, that run overlapped."""
 _SMALL = 1e-9
 
 
@@ -102,13 +101,13 @@ def _passes(numbers: Sequence[int], m: int) -> Iterator[Pass]:
     """Yield the one or two passes of a step, which the C code writes as four integers.
 
     Args:
-        numbers: kind, pass, kind, pass. A kind is an index in `_KINDS`. A pass is stage * m +
+        numbers: kind, pass, kind, pass. A kind is an index in `LAYERS`. A pass is stage * m +
             microbatch, or -1 for no second pass.
         m: number of microbatches.
     """
     for kind, x in (numbers[:2], numbers[2:]):
         if x >= 0:
-            yield Pass(_KINDS[kind], *divmod(x, m))
+            yield Pass(LAYERS[kind], *divmod(x, m))
 
 
 def _count(row: Sequence[Step]) -> int:
@@ -135,11 +134,11 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
 
     # Times of single passes and of pairs. A pair of a rank is a row and a column in a square of
     # (kind, own stage), because a table for all stages of the model would be too large.
-    alone = [time for kind in _KINDS for time in costs.durations(place)[kind]]
+    alone = [time for kind in LAYERS for time in costs.durations(place)[kind]]
     together = [0.0] * (place.num_ranks * wide * wide)
     for rank, mine in enumerate(own):
         for (a, b), (i, s), (j, t) in product(_TOGETHER, enumerate(mine), enumerate(mine)):
-            step = Pass(_KINDS[a], s, 0), Pass(_KINDS[b], t, 1)
+            step = Pass(LAYERS[a], s, 0), Pass(LAYERS[b], t, 1)
             at = (rank * wide + a * chunks + i) * wide + b * chunks + j
             together[at] = costs.of_step(step, place)
 

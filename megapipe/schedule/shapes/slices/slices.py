@@ -24,7 +24,7 @@ from itertools import pairwise
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.kinds import LAYERS
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step, unpaired
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
@@ -170,7 +170,7 @@ def refuse_uncuttable(schedule: Schedule) -> None:
 
     Raises: ScheduleError that names the passes, or the flag to leave out.
     """
-    more = sorted(schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW})
+    more = sorted(schedule.kinds.difference(LAYERS))
     if more:
         raise ScheduleError(
             f"{schedule.name} has {', '.join(more)}, and slices are cut in a table of F, B, W and "
