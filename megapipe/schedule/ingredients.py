@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.families.family import by_rank
+from megapipe.schedule.memory.limits import by_rank
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.placement import loop, vee
 

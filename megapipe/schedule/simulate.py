@@ -7,7 +7,7 @@ evaluates a schedule (`simulate`), finds deadlocks (`verify`) and orders message
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -79,11 +79,6 @@ def _left(time: float, busy: float) -> float:
     if left > 1e-9 * time:
         return left
     return 0.0
-
-
-def within(peak: Iterable[float], limits: Iterable[float]) -> bool:
-    """Return whether the peak of every rank is at most its limit, up to rounding."""
-    return all(held <= most * (1 + 1e-9) for held, most in zip(peak, limits, strict=True))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megapipe.schedule.costs import SHARES, Costs
-from megapipe.schedule.families.family import by_rank, times
+from megapipe.schedule.families.family import times
+from megapipe.schedule.memory.limits import by_rank
 from megapipe.schedule.passes import Kind, Placement, Schedule
 
 

@@ -19,8 +19,9 @@ from typing import Self
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.kinds import Kind
+from megapipe.schedule.memory.limits import within
 from megapipe.schedule.passes import Pass, Schedule, Step, unpaired
-from megapipe.schedule.simulate import Timeline, simulate, within
+from megapipe.schedule.simulate import Timeline, simulate
 
 AHEAD = 2
 """Number of microbatches by which lookups precede the first stage of a chain."""

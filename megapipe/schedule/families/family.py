@@ -77,18 +77,6 @@ def mean(whole: PerStage) -> float:
     return whole
 
 
-def by_rank(memory: float | tuple[float, ...], ranks: int) -> tuple[float, ...]:
-    """Return the memory limit of each rank.
-
-    Args:
-        memory: one limit for all ranks, or one for each.
-        ranks: the number of ranks.
-    """
-    if isinstance(memory, tuple):
-        return memory
-    return (memory,) * ranks
-
-
 @dataclass(frozen=True)
 class Family:
     """A group of kinds of pass, with the functions by which core modules ask about its passes.

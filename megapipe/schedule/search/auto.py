@@ -21,12 +21,13 @@ from megapipe.schedule.core.compiled import library
 from megapipe.schedule.core.orders import Problem, decode, one_by_one, problem
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.ingredients import placements
+from megapipe.schedule.memory.limits import within
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import check_size, fixed, one_of
 from megapipe.schedule.placement import vee
 from megapipe.schedule.search.contest import Spending, contest
 from megapipe.schedule.search.seeds import few, is_large
-from megapipe.schedule.simulate import Timeline, simulate, within
+from megapipe.schedule.simulate import Timeline, simulate
 
 # Part of a limited time that annealing may take. The rest is for the schedules of the catalogue.
 CONTEST = 0.6

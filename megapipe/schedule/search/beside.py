@@ -19,9 +19,10 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.costs_file import dump_costs, read_costs
 from megapipe.schedule.ingredients import Fixed, Search
+from megapipe.schedule.memory.limits import within
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.simulate import simulate, within
+from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import from_json, to_json
 
 

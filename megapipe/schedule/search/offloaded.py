@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.families.family import by_rank, times
+from megapipe.schedule.families.family import times
+from megapipe.schedule.memory.limits import by_rank
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.search.auto import Candidate, search, search_among
 

@@ -17,7 +17,6 @@ from random import Random
 from megapipe.errors import ScheduleError
 from megapipe.schedule.core.compiled import library
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.families.family import by_rank
 from megapipe.schedule.families.offload.copies import longest
 from megapipe.schedule.families.offload.weigh import (
     HAIR,
@@ -33,6 +32,7 @@ from megapipe.schedule.families.offload.weigh import (
     scales,
 )
 from megapipe.schedule.kinds import Kind
+from megapipe.schedule.memory.limits import by_rank
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import PATTERNS, make
 from megapipe.schedule.simulate import run_clock, uncollected

@@ -18,10 +18,10 @@ from math import inf
 from megapipe.errors import ScheduleError
 from megapipe.schedule.core.compiled import Doubles, Ints, doubles, ints, library
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.families.family import by_rank
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.kinds import LAYERS, Kind
 from megapipe.schedule.memory.held import gradients_of_keys
+from megapipe.schedule.memory.limits import by_rank
 from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 

@@ -29,8 +29,9 @@ from megapipe.schedule.families.sharding.runs import (
 )
 from megapipe.schedule.families.sharding.whole import borrowers
 from megapipe.schedule.kinds import Kind, Lane
+from megapipe.schedule.memory.limits import within
 from megapipe.schedule.passes import Schedule, Step, with_steps
-from megapipe.schedule.simulate import Clock, run_clock, simulate, within
+from megapipe.schedule.simulate import Clock, run_clock, simulate
 
 _AS_FAST = 1.01  # times the best time still count as the best
 _MANY = 4096

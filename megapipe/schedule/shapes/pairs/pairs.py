@@ -22,10 +22,11 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.ingredients import refuse_idle
 from megapipe.schedule.kinds import LAYERS
+from megapipe.schedule.memory.limits import within
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.shapes.pairs.manner import GRID
 from megapipe.schedule.shapes.pairs.together import best_play
-from megapipe.schedule.simulate import simulate, within
+from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
 
 _SMALL = 1e-9  # rounding
