@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
@@ -115,6 +116,15 @@ class Layout:
 def whole_name(name: str) -> str:
     """Return a parameter's name without the number of its part: weight for weight[1/4]."""
     return name.partition("[")[0]
+
+
+def parameter(layout: Layout, *shape: int) -> nn.Parameter:
+    """Return a parameter with its layout and without values.
+
+    Args:
+        shape: the shape of this rank's slice; none for all of `layout.full`.
+    """
+    return set_layout(nn.Parameter(torch.empty(shape or layout.full)), layout)
 
 
 def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:

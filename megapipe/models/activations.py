@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.config.model.activation import ACTIVATIONS
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, parameter
 from megapipe.models.fused import swiglu
 from megapipe.models.gelu import gelu
-from megapipe.tensor_parallel.eager import eager
+from megapipe.models.recompute import from_inputs
 
 QUICK = 1.702
 """x sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel 2016): "quick GELU"."""
@@ -98,30 +98,6 @@ ROWS: dict[str, Row] = {
 assert ROWS.keys() == ACTIVATIONS.keys()
 
 
-class _Again(torch.autograd.Function):
-    """A function that keeps its inputs alone; backward runs it again and differentiates that."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(*inputs)
-        return function(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        pairs = zip(ctx.saved_tensors, needed, strict=True)
-        inputs = [x.detach().requires_grad_(needs) for x, needs in pairs]
-        with torch.enable_grad():
-            output = ctx.function(*inputs)
-        wanted = [x for x in inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(output, wanted, grad))
-        return None, *(next(found) if needs else None for needs in needed)
-
-
-_again: Callable[..., Tensor] = eager(_Again.apply)
-
-
 def function_of(config: ModelConfig) -> Callable[..., Tensor]:
     """Return the configured activation, as a function that autograd differentiates.
 
@@ -146,7 +122,7 @@ def activate(x: Tensor, config: ModelConfig, *scalars: Tensor) -> Tensor:
     row = ROWS[config.activation]
     has_own = row.own is function
     if row.again and not has_own and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _again(function, x, *scalars)
+        return from_inputs(function, x, *scalars)
     return function(x, *scalars)
 
 
@@ -177,4 +153,4 @@ class Xielu(nn.Module):
 def _scalar(start: float) -> nn.Parameter:
     """Return a learned scalar [1] whose softplus begins at `start`."""
     layout = Layout((1,), mean=math.log(math.expm1(start)), sum_over_tp=True)
-    return set_layout(nn.Parameter(torch.empty(1)), layout)
+    return parameter(layout)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, layout_of, set_layout
+from megapipe.distributed.layout import Layout, layout_of, parameter, set_layout
 from megapipe.distributed.tokens import positions
 from megapipe.models.layer import TransformerLayer
 from megapipe.models.mtp import LayerProvider, MultiTokenLayer
@@ -96,8 +96,7 @@ class Embedding(nn.Module):
                 std=config.embedding_std,
                 sum_over_tp=config.sequence_parallel,
             )
-            weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
-            self.position_embeddings.weight = weight
+            self.position_embeddings.weight = parameter(layout)
 
     def forward(
         self, tokens: Tensor, position_ids: Tensor, looked_up: Tensor | None = None
@@ -144,9 +143,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(n): layer(config, tp, n) for n in span.layers})
         self.final_layernorm = None
         if span.loss:
-            norm = parts_of(config).norm
-            sharded = config.sequence_parallel
-            self.final_layernorm = norm(config, config.hidden, sum_over_tp=sharded)
+            self.final_layernorm = parts_of(config, tp).norm(config.hidden)
         # Groups of layers, and whether backward recomputes the group. A plain list, in which
         # torch registers no module: each layer is registered once, in self.layers.
         layers = iter(self.layers.values())

@@ -44,14 +44,11 @@ class TransformerLayer(nn.Module):
         self.recompute_mlp = config.recompute_mlp
         if config.has_experts:
             self.recompute_mlp = config.recompute_moe
-        sharded = config.sequence_parallel
-        # Under sequence parallelism a rank norms its own tokens only, so its gradients of the
-        # weights are summands.
-        norm = parts_of(config).norm
-        self.shares_sequence = tp if sharded else None
+        norm = parts_of(config, tp).norm
+        self.shares_sequence = tp if config.sequence_parallel else None
 
         def made(present: bool) -> Norm | None:
-            return norm(config, config.hidden, sum_over_tp=sharded) if present else None
+            return norm(config.hidden) if present else None
 
         has_attention = not config.no_attention
         has_mlp = not config.no_mlp

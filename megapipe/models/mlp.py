@@ -26,29 +26,16 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: Axis, ffn: int | None = None) -> None:
         super().__init__()
         self.config = config
-        parts = parts_of(config)
+        parts = parts_of(config, tp)
         ffn = ffn or config.ffn
         blocks = 2 if config.gated else 1
         self.linear_fc1 = parts.column(
-            config.hidden,
-            blocks * ffn,
-            tp=tp,
-            bias=config.has_bias("fc1"),
-            sequence_parallel=config.sequence_parallel,
-            blocks=blocks,
-            init_std=config.linear_std,
+            config.hidden, blocks * ffn, bias=config.has_bias("fc1"), blocks=blocks
         )
         # Two projections of each layer add to the residual stream. Their deviation is divided by
         # sqrt(2 layers), so that the sum does not grow with the depth (Radford et al. 2019, section
         # 2.3).
-        self.linear_fc2 = parts.row(
-            ffn,
-            config.hidden,
-            tp=tp,
-            bias=config.has_bias("fc2"),
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.residual_std,
-        )
+        self.linear_fc2 = parts.row(ffn, config.hidden, bias=config.has_bias("fc2"))
         self.act_fn = Xielu() if config.xielu else None
 
     def forward(self, x: Tensor) -> Tensor:

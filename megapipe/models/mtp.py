@@ -41,23 +41,15 @@ class MultiTokenLayer(nn.Module):
         make: LayerProvider = TransformerLayer,
     ) -> None:
         super().__init__()
-        parts = parts_of(config)
-        sharded = config.sequence_parallel
+        parts = parts_of(config, tp)
         self.tp = tp
-        self.shares_sequence = sharded
+        self.shares_sequence = config.sequence_parallel
         self.recomputes = units(config, 1)[0][1]
-        self.enorm = parts.norm(config, config.hidden, sum_over_tp=sharded)
-        self.hnorm = parts.norm(config, config.hidden, sum_over_tp=sharded)
-        self.eh_proj = parts.column(
-            2 * config.hidden,
-            config.hidden,
-            tp=tp,
-            bias=False,
-            sequence_parallel=sharded,
-            init_std=config.linear_std,
-        )
+        self.enorm = parts.norm(config.hidden)
+        self.hnorm = parts.norm(config.hidden)
+        self.eh_proj = parts.column(2 * config.hidden, config.hidden, bias=False)
         self.mtp_model_layer = make(config, tp, layer)
-        self.final_layernorm = parts.norm(config, config.hidden, sum_over_tp=sharded)
+        self.final_layernorm = parts.norm(config.hidden)
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
         """Return the hidden states of this prediction module, normed for the head.

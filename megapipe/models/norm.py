@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, parameter
 from megapipe.kernels.region import is_fused
 from megapipe.models.fused import add_norm
 
@@ -29,12 +29,11 @@ class Norm(nn.Module):
         self.one_more = config.apply_layernorm_1p
         start = 0.0 if self.one_more else 1.0
         layout = Layout((size,), mean=start, sum_over_tp=sum_over_tp)
-        self.weight = set_layout(nn.Parameter(torch.empty(size)), layout)
+        self.weight = parameter(layout)
         self.bias = None
         self.centred = config.normalization == "LayerNorm"
         if self.centred and not config.no_norm_bias:
-            layout = Layout((size,), sum_over_tp=sum_over_tp)
-            self.bias = set_layout(nn.Parameter(torch.empty(size)), layout)
+            self.bias = parameter(Layout((size,), sum_over_tp=sum_over_tp))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: [..., size] -> [..., size]."""

@@ -6,7 +6,7 @@ Both sets have the same interface, so a layer asks for its classes here and name
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,18 +34,20 @@ Shapes: q [s, b, heads/t, d], k and v [s, b, groups/t, d], output [s, b, heads/t
 
 @dataclass(frozen=True)
 class Parts:
-    """The classes of a transformer layer.
+    """What makes the parts of a transformer layer.
 
     Attributes:
-        column, row: the linear layers; called as ColumnParallelLinear and RowParallelLinear.
-        norm: LayerNorm or RMSNorm, as the configuration says.
+        column, row: (inputs, outputs, bias=...) -> a linear layer. A column-parallel layer has the
+            initial deviation of linear layers, a row-parallel one that of residual projections.
+        norm: size -> LayerNorm or RMSNorm, as the configuration says. Under sequence parallelism
+            each rank norms its own tokens only, so its gradients of the weights are summands.
         attention: (config, tp) -> a kernel for uncut sequences without dropout, or None to use
             torch's attention.
     """
 
     column: Callable[..., ColumnParallelLinear]
     row: Callable[..., RowParallelLinear]
-    norm: type[Norm]
+    norm: Callable[..., Norm]
     attention: Callable[[ModelConfig, Axis], AttentionKernel | None]
 
 
@@ -53,17 +55,16 @@ _LOCAL = Parts(ColumnParallelLinear, RowParallelLinear, Norm, lambda config, tp:
 _TRANSFORMER_ENGINE = Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm, attention_kernel)
 
 
-def parts_of(config: ModelConfig) -> Parts:
-    """Return the classes that --transformer-impl names.
+def parts_of(config: ModelConfig, tp: Axis) -> Parts:
+    """Return the parts that --transformer-impl names, with their settings of the configuration.
 
     The value `auto` counts as local: `choose_layers` replaces it once the device is known.
     """
     parts = _LOCAL
     if config.transformer_impl == "transformer_engine":
         parts = _TRANSFORMER_ENGINE
-        # Its LayerNorm always has a bias.
-        if config.no_norm_bias:
-            parts = replace(parts, norm=Norm)
+    # Transformer Engine's LayerNorm always has a bias.
+    norm = Norm if config.no_norm_bias else parts.norm
     linear = parts
     fp8 = recipe_of(config)
     # Delayed scales must be the same in every pass of a step; Transformer Engine changes them in
@@ -72,15 +73,18 @@ def parts_of(config: ModelConfig) -> Parts:
     fp8_fits = fp8 is None or (knows(fp8) and not config.fp8_param_gather)
     if not fp8_fits or config.tp_comm_overlap:
         linear = _LOCAL
-    options: dict[str, Any] = {}
+    split = config.sequence_parallel
+    options: dict[str, Any] = {"tp": tp, "sequence_parallel": split}
     if fp8 is not None:
         options["fp8"] = fp8
     if config.tp_comm_overlap:
         options["in_pieces"] = True
-    if not options:
-        return parts
-    column = partial(linear.column, **options)
-    return replace(parts, column=column, row=partial(linear.row, **options))
+    return Parts(
+        partial(linear.column, init_std=config.linear_std, **options),
+        partial(linear.row, init_std=config.residual_std, **options),
+        partial(norm, config, sum_over_tp=split),
+        parts.attention,
+    )
 
 
 def recipe_of(config: ModelConfig) -> Recipe | None:

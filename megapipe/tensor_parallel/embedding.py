@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, parameter
 from megapipe.tensor_parallel.collectives import Edge, closing
 from megapipe.tensor_parallel.vocabulary import add_rows_gradient, look_up
+from megapipe.tensor_parallel.weight_grad import submit_weight_grad
 
 
 class _Lookup(torch.autograd.Function):
@@ -32,19 +34,14 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
-        local, weight = ctx.saved_tensors
-        main_grad: Tensor | None = getattr(ctx.weight, "main_grad", None)
+        local, _ = ctx.saved_tensors
         # Under sequence parallelism grad has this rank's tokens. The ids of all tokens may be in
         # this rank's rows, so grad is gathered.
         rows = ctx.closes.backward(grad).wait()
-        if main_grad is not None:
-            # Only the rows of these tokens change. A gradient for autograd would be as large as the
-            # weight, and be added to main_grad once for each microbatch.
-            add_rows_gradient(local, rows, main_grad)
-            return None, None, None, None
-        grad_weight = torch.zeros_like(weight)
-        add_rows_gradient(local, rows, grad_weight)
-        return None, grad_weight, None, None
+        # Only the rows of these tokens change. A gradient for autograd would be as large as the
+        # weight, and be added to main_grad once for each microbatch.
+        add = partial(add_rows_gradient, local, rows)
+        return None, submit_weight_grad(ctx.weight, add, None), None, None
 
 
 _lookup: Callable[..., Tensor] = _Lookup.apply
@@ -78,10 +75,8 @@ class VocabParallelEmbedding(nn.Module):
         )
         self.tp = tp
         self._closes = closing(tp, sequence_parallel)
-        self.weight = set_layout(
-            nn.Parameter(torch.empty(num_embeddings // tp.size, embedding_dim)),
-            Layout((num_embeddings, embedding_dim), 0, tied_to, std=init_std),
-        )
+        layout = Layout((num_embeddings, embedding_dim), 0, tied_to, std=init_std)
+        self.weight = parameter(layout, num_embeddings // tp.size, embedding_dim)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the embedding of each token.

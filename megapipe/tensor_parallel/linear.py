@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis, Pending
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, parameter
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, opening
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.fp8.products import Recipe, products_of
@@ -211,10 +211,10 @@ class ColumnParallelLinear(nn.Module):
             shape = (blocks, output_size // blocks)
         dim = len(shape) - 1
         layout = Layout((*shape, input_size), dim, tied_to, std=init_std)
-        self.weight = set_layout(nn.Parameter(torch.empty(rows, input_size)), layout)
+        self.weight = parameter(layout, rows, input_size)
         self.bias = None
         if bias:
-            self.bias = set_layout(nn.Parameter(torch.empty(rows)), Layout(shape, dim))
+            self.bias = parameter(Layout(shape, dim), rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer.
@@ -254,15 +254,12 @@ class RowParallelLinear(nn.Module):
         self.products = products_of(fp8)
         assert input_size % tp.size == 0, f"{input_size} inputs do not divide over {tp.size} ranks"
         self._closes = closing(tp, sequence_parallel, in_pieces and self.products.by_rows)
-        self.weight = set_layout(
-            nn.Parameter(torch.empty(output_size, input_size // tp.size)),
-            Layout((output_size, input_size), 1, std=init_std),
-        )
+        layout = Layout((output_size, input_size), 1, std=init_std)
+        self.weight = parameter(layout, output_size, input_size // tp.size)
         self.bias = None
         if bias:
             # Under sequence parallelism each rank sees the gradient of its own tokens only.
-            layout = Layout((output_size,), sum_over_tp=sequence_parallel)
-            self.bias = set_layout(nn.Parameter(torch.empty(output_size)), layout)
+            self.bias = parameter(Layout((output_size,), sum_over_tp=sequence_parallel))
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer, and sum the outputs of the tp ranks.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, parameter
 from megapipe.tensor_parallel.cross_entropy import without_loss
 from megapipe.tensor_parallel.fused_cross_entropy import (
     KEPT_ELEMENTS,
@@ -61,8 +61,7 @@ class VocabularyRows(nn.Module):
         self.tp = tp
         self._name = f"weight[{k}/{n}]"
         layout = Layout(full, 0, tied_to, std=std, part=part)
-        weight = set_layout(nn.Parameter(torch.empty(rows, h)), layout)
-        self.register_parameter(self._name, weight)
+        self.register_parameter(self._name, parameter(layout, rows, h))
 
     @property
     def weight(self) -> nn.Parameter:

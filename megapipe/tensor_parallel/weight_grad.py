@@ -157,6 +157,28 @@ def current_weight_grads() -> WeightGrads | None:
     return _current.get()
 
 
+def submit_weight_grad(
+    weight: Tensor, add: Callable[[Tensor], None], owner: WeightGrads | None
+) -> Tensor | None:
+    """Add a weight's gradient into its main_grad, now or in the stage's W pass.
+
+    Args:
+        add: adds the gradient into a tensor of the weight's shape.
+        owner: the stage's WeightGrads, which may defer the call to the W pass; None to add now.
+    Returns: None; if the weight has no main_grad, the gradient for autograd.
+    """
+    into: Tensor | None = getattr(weight, "main_grad", None)
+    if into is None:
+        into = torch.zeros_like(weight)
+        add(into)
+        return into
+    if owner is None:
+        add(into)
+    else:
+        owner.submit(lambda: add(into))
+    return None
+
+
 def accumulate_weight_grad(
     weight: Tensor,
     grad_output: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, parameter
 from megapipe.tensor_parallel.eager import eager
 
 
@@ -34,8 +34,7 @@ class HeadsNorm(nn.Module):
         self.one_more = config.apply_layernorm_1p
         self.tp = tp
         start = 0.0 if self.one_more else 1.0
-        weight = nn.Parameter(torch.empty(size // tp.size))
-        self.weight = set_layout(weight, Layout((size,), 0, mean=start))
+        self.weight = parameter(Layout((size,), 0, mean=start), size // tp.size)
 
 
 class _NormHeads(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
-from megapipe.distributed.layout import Layout, layout_of, set_layout
+from megapipe.distributed.layout import Layout, layout_of, parameter, set_layout
 from megapipe.distributed.tokens import Cut, Documents, positions
 from megapipe.models.attention.blocks import MaskSpec, band
 from megapipe.models.attention.context import context_attention, whole_sequences
@@ -71,8 +71,7 @@ class Attention(nn.Module):
         if config.softmax_type == "learnable":
             # An attention sink of each head (OpenAI 2025, gpt-oss).
             layout = Layout((config.heads,), 0, std=config.init_method_std)
-            offset = nn.Parameter(torch.empty(config.heads // tp.size))
-            self.softmax_offset = set_layout(offset, layout)
+            self.softmax_offset = parameter(layout, config.heads // tp.size)
 
     @property
     def _by_blocks(self) -> bool:
@@ -189,7 +188,7 @@ class SelfAttention(Attention):
     """
 
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
-        parts = parts_of(config)
+        parts = parts_of(config, tp)
         super().__init__(config, tp, layer, parts.attention(config, tp))
         head = config.head_dim
         queries = config.heads
@@ -198,10 +197,7 @@ class SelfAttention(Attention):
         self.linear_qkv = parts.column(
             config.hidden,
             (queries * (1 + config.attention_output_gate) + 2 * groups) * head,
-            tp=tp,
             bias=config.has_bias("qkv"),
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.linear_std,
         )
         weight = self.linear_qkv.weight
         rows = queries // groups * head
@@ -216,16 +212,10 @@ class SelfAttention(Attention):
             self.k_layernorm = HeadsNorm(config, groups, tp)
         elif config.qk_layernorm:
             # Each rank norms its own heads only, with or without sequence parallelism.
-            self.q_layernorm = parts.norm(config, head, sum_over_tp=True)
-            self.k_layernorm = parts.norm(config, head, sum_over_tp=True)
-        self.linear_proj = parts.row(
-            queries * head,
-            config.hidden,
-            tp=tp,
-            bias=config.has_bias("proj"),
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.residual_std,
-        )
+            self.q_layernorm = parts.norm(head, sum_over_tp=True)
+            self.k_layernorm = parts.norm(head, sum_over_tp=True)
+        bias = config.has_bias("proj")
+        self.linear_proj = parts.row(queries * head, config.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply self-attention to this rank's tokens.

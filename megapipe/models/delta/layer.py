@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, layout_of, set_layout
+from megapipe.distributed.layout import Layout, layout_of, parameter, set_layout
 from megapipe.models.attention.context import exchange
 from megapipe.models.delta.rule import convolved, gated_delta_rule, numbers_of, unit
 from megapipe.models.norm import Norm
@@ -37,9 +37,9 @@ class Convolution(nn.Module):
         heads = config.linear_num_key_heads
         taps = config.linear_conv_kernel_dim
         full = (heads, config.delta_mixed // heads, taps)
-        weight = nn.Parameter(torch.empty(heads // tp.size, *full[1:]))
         # The deviation of torch's own convolutions, which are uniform within 1 / sqrt(taps).
-        self.weight = set_layout(weight, Layout(full, 0, std=(3 * taps) ** -0.5))
+        layout = Layout(full, 0, std=(3 * taps) ** -0.5)
+        self.weight = parameter(layout, heads // tp.size, *full[1:])
 
 
 class GatedDeltaNet(nn.Module):
@@ -56,18 +56,11 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: ModelConfig, tp: Axis) -> None:
         super().__init__()
         self.config = config
-        parts = parts_of(config)
+        parts = parts_of(config, tp)
         heads = config.linear_num_key_heads
         values = config.linear_num_value_heads
         self.heads = heads // tp.size
-        self.in_proj = parts.column(
-            config.hidden,
-            config.delta_rows,
-            tp=tp,
-            bias=False,
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.linear_std,
-        )
+        self.in_proj = parts.column(config.hidden, config.delta_rows, bias=False)
         keys = config.linear_key_head_dim
         each = values // heads
         rows = each * config.linear_value_head_dim
@@ -76,19 +69,14 @@ class GatedDeltaNet(nn.Module):
         fused = (keys, keys, rows, rows, each, each)
         set_layout(weight, replace(layout_of(weight), fused=fused))
         self.conv1d = Convolution(config, tp)
-        self.A_log = _of_heads(values, tp, Layout((values,), 0, log_of=(1.0, _LARGEST_RATE)))
-        self.dt_bias = _of_heads(values, tp, Layout((values,), 0, mean=1.0))
+        # A number for each value head of this rank.
+        layout = Layout((values,), 0, log_of=(1.0, _LARGEST_RATE))
+        self.A_log = parameter(layout, values // tp.size)
+        self.dt_bias = parameter(Layout((values,), 0, mean=1.0), values // tp.size)
         # Its weight is never stored minus 1, and each rank norms its own heads.
         plain = replace(config, apply_layernorm_1p=False, normalization="RMSNorm")
         self.out_norm = Norm(plain, config.linear_value_head_dim, sum_over_tp=True)
-        self.out_proj = parts.row(
-            config.delta_values,
-            config.hidden,
-            tp=tp,
-            bias=False,
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.residual_std,
-        )
+        self.out_proj = parts.row(config.delta_values, config.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the gated delta net to this rank's tokens.
@@ -124,11 +112,6 @@ class GatedDeltaNet(nn.Module):
         if cp.size > 1:
             out = exchange(out, cp, False)
         return out.flatten(2)
-
-
-def _of_heads(heads: int, tp: Axis, layout: Layout) -> nn.Parameter:
-    """Return an uninitialised parameter with one element for each value head on this rank."""
-    return set_layout(nn.Parameter(torch.empty(heads // tp.size)), layout)
 
 
 def _core(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, parameter
 from megapipe.kernels.region import is_fused
 from megapipe.models.activations import function_of
 from megapipe.models.fused import weighted_swiglu
@@ -28,7 +28,7 @@ from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.fp8.products import Recipe, products_of
 from megapipe.tensor_parallel.products import PLAIN, Products
 from megapipe.tensor_parallel.saving import saves
-from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
+from megapipe.tensor_parallel.weight_grad import current_weight_grads, submit_weight_grad
 
 
 def _grouped(x: Tensor, width: int, how: Products) -> bool:
@@ -252,35 +252,13 @@ class _Experts(torch.autograd.Function):
 
         d_fc1 = d_fc2 = None
         if ctx.needs_input_grad[2]:
-            d_fc1 = _weight_grad(ctx.weights[0], add_fc1, owner)
+            d_fc1 = submit_weight_grad(ctx.weights[0], add_fc1, owner)
         if ctx.needs_input_grad[4]:
-            d_fc2 = _weight_grad(ctx.weights[1], add_fc2, owner)
+            d_fc2 = submit_weight_grad(ctx.weights[1], add_fc2, owner)
         return d_x, d_choices, d_fc1, d_bias1, d_fc2, d_bias2, None
 
 
 _experts: Callable[..., Tensor] = _Experts.apply
-
-
-def _weight_grad(
-    weight: Tensor, add: Callable[[Tensor], None], owner: WeightGrads | None
-) -> Tensor | None:
-    """Add a weight's gradient into its main_grad, now or in the stage's W pass.
-
-    Args:
-        add: adds the gradient into a tensor of the weight's shape.
-        owner: the stage's WeightGrads, which may defer the call to the W pass; None to add now.
-    Returns: None; if the weight has no main_grad, the gradient for autograd.
-    """
-    into: Tensor | None = getattr(weight, "main_grad", None)
-    if into is None:
-        into = torch.zeros_like(weight)
-        add(into)
-        return into
-    if owner is None:
-        add(into)
-    else:
-        owner.submit(lambda: add(into))
-    return None
 
 
 def _bias_grad(bias: Tensor, by_row: Tensor, experts: Tensor) -> Tensor | None:
@@ -290,12 +268,11 @@ def _bias_grad(bias: Tensor, by_row: Tensor, experts: Tensor) -> Tensor | None:
         bias: [e, n]. by_row: [R, n], the gradient of each row. experts: [R], the row's expert.
     Returns: None; if the bias has no main_grad, the gradient for autograd.
     """
-    main_grad: Tensor | None = getattr(bias, "main_grad", None)
-    into = torch.zeros_like(bias) if main_grad is None else main_grad
-    into.index_add_(0, experts, by_row.to(into.dtype))
-    if main_grad is None:
-        return into
-    return None
+
+    def add(into: Tensor) -> None:
+        into.index_add_(0, experts, by_row.to(into.dtype))
+
+    return submit_weight_grad(bias, add, None)
 
 
 class Experts(nn.Module):
@@ -394,7 +371,7 @@ class _Stack(nn.Module):
     ) -> None:
         super().__init__()
         self.products = products_of(fp8)
-        self.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
+        self.weight = parameter(layout, *shape)
         self.bias = None
         if bias is not None:
-            self.bias = set_layout(nn.Parameter(torch.empty(shape[:2])), bias)
+            self.bias = parameter(bias, *shape[:2])

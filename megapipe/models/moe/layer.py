@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, parameter
 from megapipe.models.mlp import MLP
 from megapipe.models.moe.experts import Experts
 from megapipe.models.moe.router import Router, gated
@@ -59,7 +58,7 @@ class SharedExperts(MLP):
             shape = (1, config.hidden)
             # Every rank has the whole gate. Under sequence parallelism it sees only its own tokens.
             layout = Layout(shape, std=config.linear_std, sum_over_tp=config.sequence_parallel)
-            self.gate_weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
+            self.gate_weight = parameter(layout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the shared experts to this rank's tokens.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import Layout, set_layout
+from megapipe.distributed.layout import Layout, parameter
 from megapipe.models.moe.choice import (
     NOTHING,
     best,
@@ -35,7 +36,7 @@ from megapipe.models.moe.losses import attach, attach_late, balance, slope, smal
 from megapipe.tensor_parallel.linear import bias_grad
 from megapipe.tensor_parallel.products import linear
 from megapipe.tensor_parallel.rng import Stream, current_stream, draws
-from megapipe.tensor_parallel.weight_grad import current_weight_grads
+from megapipe.tensor_parallel.weight_grad import current_weight_grads, submit_weight_grad
 
 
 class _Linear(torch.autograd.Function):
@@ -61,27 +62,20 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dtype = ctx.dtype
-        owner = ctx.weight_grads
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        main_grad: Tensor | None = getattr(ctx.weight, "main_grad", None)
 
-        def product() -> Tensor:
+        def add(into: Tensor) -> None:
             dy = grad.reshape(-1, grad.shape[-1])
-            return linear(dy.t(), x.to(dtype).reshape(-1, x.shape[-1]).t())
+            into.add_(linear(dy.t(), x.to(dtype).reshape(-1, x.shape[-1]).t()))
 
         grad_x = None
         if needs_x:
             grad_x = linear(grad, weight.to(dtype).t()).to(x.dtype)
         grad_bias = bias_grad(ctx.bias, grad) if needs_bias else None
-        if not needs_weight:
-            return grad_x, None, grad_bias, None
-        if main_grad is None:
-            return grad_x, product().to(weight.dtype), grad_bias, None
-        if owner is None:
-            main_grad.add_(product())
-        else:
-            owner.submit(lambda: main_grad.add_(product()))
-        return grad_x, None, grad_bias, None
+        grad_weight = None
+        if needs_weight:
+            grad_weight = submit_weight_grad(ctx.weight, add, ctx.weight_grads)
+        return grad_x, grad_weight, grad_bias, None
 
 
 narrow_linear: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor] = _Linear.apply
@@ -139,12 +133,11 @@ class Router(nn.Module):
         shape = (config.experts, config.hidden)
         split = config.sequence_parallel
         layout = Layout(shape, std=config.linear_std, sum_over_tp=split)
-        self.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
+        self.weight = parameter(layout)
         self.bias = None
         if config.has_bias("router"):
             # The bias starts at random values, as in Megatron-LM's router, and not at 0.
-            layout = Layout(shape[:1], std=config.linear_std, sum_over_tp=split)
-            self.bias = set_layout(nn.Parameter(torch.empty(shape[:1])), layout)
+            self.bias = parameter(replace(layout, full=shape[:1]))
         expert_bias = None
         if config.moe_router_enable_expert_bias:
             expert_bias = torch.zeros(config.experts)

@@ -15,7 +15,6 @@ from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.passes import overlaps, repeated
 from megapipe.schedule.shapes.pairs.pairs import pairs
-from megapipe.schedule.views.lanes import communicates
 from megapipe.schedule.views.moved import price_copies
 from tools.bench.emulate.pool import Job, Turns, run_pool
 
@@ -167,7 +166,7 @@ def _share(way: Way, measured: Sequence[Sequence[Sequence[float]]], column: int)
     """The exposed part of the communication of a table's passes, or of its pairs; nothing where it
     has none.
     """
-    if not communicates(way.known):
+    if not way.known.communicates:
         return ""
     steps = [step for step in way.schedule.steps() if column == 5 or overlaps(step)]
     chains = (
