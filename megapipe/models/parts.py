@@ -34,11 +34,11 @@ Shapes: q [s, b, heads/t, d], k and v [s, b, groups/t, d], output [s, b, heads/t
 
 @dataclass(frozen=True)
 class Parts:
-    """What makes the parts of a transformer layer.
+    """The functions that build the parts of a transformer layer.
 
     Attributes:
-        column, row: (inputs, outputs, bias=...) -> a linear layer. A column-parallel layer has the
-            initial deviation of linear layers, a row-parallel one that of residual projections.
+        column, row: (inputs, outputs, bias=...) -> a linear layer. The weights of a row-parallel
+            layer start with the smaller deviation of projections into the residual stream.
         norm: size -> LayerNorm or RMSNorm, as the configuration says. Under sequence parallelism
             each rank norms its own tokens only, so its gradients of the weights are summands.
         attention: (config, tp) -> a kernel for uncut sequences without dropout, or None to use
