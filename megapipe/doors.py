@@ -18,7 +18,7 @@ class Door:
     Attributes:
         module: the module below megapipe.commands whose function `main(argv)` runs the command, or
             MODULE:FUNCTION for a function with another name.
-        about: its line of `megapipe --help`.
+        about: the command's line of `megapipe --help`.
         script: the file in tools that runs it in a clone that is not installed. None:
             `python -m megapipe NAME` runs it.
     """

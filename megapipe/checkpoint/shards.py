@@ -349,7 +349,7 @@ def _compared(key: str, fact: str) -> str:
 
     Args:
         key: the tensor's key.
-        fact: its shape and dtype, as from `facts_of`.
+        fact: the tensor's shape and dtype, as text.
     """
     # Optimizer state is converted to the type that --exp-avg-dtype and other flags say.
     if key.startswith("optimizer."):

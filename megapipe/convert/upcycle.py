@@ -93,7 +93,7 @@ def _made(name: str, layout: Layout, read: Callable[[str], Tensor], config: Conf
 
     Args:
         name: name of the tensor.
-        layout: its layout.
+        layout: the tensor's layout.
         read: returns the dense model's tensor of a name.
         config: configuration of the run that begins. Its seed draws the routers' weights.
     """

@@ -21,7 +21,7 @@ class RawDocument(NamedTuple):
 
     Attributes:
         path: the file it stands in.
-        line: its line number in a JSON Lines file, from 1; None for a whole file.
+        line: line number in a JSON Lines file, from 1; None for a whole file.
         content: the bytes of the line, or of the file.
     """
 

@@ -14,7 +14,7 @@ class Difference(NamedTuple):
 
     Attributes:
         what: the property that differs.
-        there: its value in Megatron-LM.
+        there: the flag's value in Megatron-LM.
         why: the reason for the difference, or what it means.
     """
 

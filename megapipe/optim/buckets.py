@@ -22,9 +22,9 @@ class Bucket(NamedTuple):
     """The parameters of some consecutive layers of a stage, whose gradients are summed together.
 
     Attributes:
-        first: position of its first layer within the stage, from 0. The sum can begin when the
-            gradients of this layer and all later layers are complete. Parameters outside of layers
-            are in the bucket with first 0, which waits for the whole stage.
+        first: position of the bucket's first layer within the stage, from 0. The sum can begin when
+            the gradients of this layer and all later layers are complete. Parameters outside of
+            layers are in the bucket with first 0, which waits for the whole stage.
         layers: number of all layers of the stage, not of this bucket.
         params: {name: parameter}.
     """

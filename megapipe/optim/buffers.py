@@ -41,10 +41,12 @@ class Section(NamedTuple):
     """Neighbouring parameters in a flat tensor that have equal learning rate and weight decay.
 
     Attributes:
-        group: their factors on the run's learning rate and weight decay.
-        at_end: whether they are word embeddings or output head, which may have their own rate.
+        group: the parameters' factors on the run's learning rate and weight decay.
+        at_end: whether the parameters are word embeddings or output head, which may have their own
+            rate.
         names: names of the parameters.
-        where: the range of their elements in a flat tensor, or in this rank's share of it.
+        where: the range of the parameters' elements in a flat tensor, or in this rank's share of
+            the tensor.
     """
 
     group: Group
@@ -277,8 +279,8 @@ class FlatBuffers:
     def parts(self) -> list[Tensor]:
         """The gradients that are complete once `start_reduce` is over, as a list of flat tensors.
 
-        The list has one tensor with all gradients. Under ZeRO-1 it has this rank's share, and the
-        full gradients of borrowed parameters.
+        Without ZeRO the list has one tensor with all gradients. Under ZeRO-1 it has this rank's
+        share, and the full gradients of parameters that use another parameter's memory.
         """
         # Under ZeRO-1 other shares of `grads` hold this rank's addends only.
         if self.shares.size == 1:
@@ -288,8 +290,8 @@ class FlatBuffers:
     def start_reduce(self, dtype: torch.dtype | None = None) -> Callable[[], None]:
         """Start to sum the gradients over the replicas.
 
-        It is one all-reduce. Under ZeRO-1 it is a reduce-scatter, and an all-reduce for borrowed
-        parameters.
+        Without ZeRO this is one all-reduce. Under ZeRO-1 it is a reduce-scatter, and an all-reduce
+        for parameters that use another parameter's memory.
 
         Args:
             dtype: type to which gradients are rounded for the transfer; None for their own.

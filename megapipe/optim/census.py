@@ -20,15 +20,15 @@ class Row(NamedTuple):
     """One parameter on one rank: a row of the list of all parameters.
 
     Attributes:
-        name: its name in the whole model.
-        rank: its pipeline rank.
-        stage: position of its stage among the stages of that rank.
+        name: name of the parameter in the whole model.
+        rank: the pipeline rank.
+        stage: position of the parameter's stage among the stages of that rank.
         shape: shape of the full parameter, before tensor parallelism splits it.
-        tied_to: name of the parameter whose weight it repeats, or None.
-        dtype: its type as text.
-        trained: whether it has a gradient.
-        received: it repeats a tied weight, and only the rank of the weight's owner has the
-            optimizer state and sends updates.
+        tied_to: name of the parameter whose weight this one repeats, such as a tied head; or None.
+        dtype: the parameter's type as text.
+        trained: whether the parameter has a gradient.
+        received: the parameter repeats a tied weight, and only the rank of the original parameter
+            has the optimizer state and sends updates.
         local: shape of the rank's slice.
     """
 
@@ -50,7 +50,7 @@ class Census(NamedTuple):
 
     Attributes:
         owners: {name: row of the parameter on the rank that has its optimizer state}.
-        twins: {name: row of its replica on the mirrored rank}; {} unless under DualPipe.
+        twins: {name: row of the parameter's replica on another rank}; {} unless under DualPipe.
     """
 
     owners: Mapping[str, Row]
@@ -163,7 +163,7 @@ def frozen(
 
 
 def check_trained(census: Mapping[str, Row]) -> None:
-    """Raise ConfigError if no parameter is trained. `census` is {name: its row}."""
+    """Raise ConfigError if no parameter is trained. `census` is {name of a parameter: its row}."""
     if not any(row.trained for row in census.values()):
         raise ConfigError(
             "nothing is trained: every parameter of the model has requires_grad False. Leave some "

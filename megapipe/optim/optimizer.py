@@ -226,9 +226,9 @@ class Optimizer:
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Use the values that a checkpoint has written into the tensors of `state`.
 
-        `state` is what the method `state` returned. Without ZeRO-1 its tensors are views of the
-        optimizer's own, and there is nothing to do. Under ZeRO-1 this rank's shares are copied from
-        them.
+        `state` is what the method `state` returned. Without ZeRO-1 the tensors in it are views of
+        the optimizer's own, and there is nothing to do. Under ZeRO-1 this rank's shares are copied
+        from these tensors.
         """
         if not self.distributed:
             return
@@ -271,7 +271,7 @@ class Optimizer:
             buffers.copy_model_to_main()
 
     def _send_to_twins(self, *, shares: bool = False) -> None:
-        """Send weights from their owners to the replicas on mirrored ranks, under DualPipe.
+        """Send weights from the rank that updates them to DualPipe's other rank with the stage.
 
         Args:
             shares: send only this rank's ZeRO share of each weight; otherwise whole weights.
@@ -335,7 +335,7 @@ class Optimizer:
         """Round main parameters to the model's weights, and send these to all ranks that hold them.
 
         Args:
-            rounded: whether the rule has rounded them already.
+            rounded: whether the weights have been rounded already, by the update.
         """
         if not rounded:
             for buffers in self.owned:

@@ -128,7 +128,7 @@ class Reduction:
         return finish
 
     def finish(self) -> None:
-        """Sum the gradients of stages for which `start` was not called, then of replicas and ties.
+        """Sum the remaining gradients: stages without `start`, DualPipe's replicas, tied weights.
 
         The functions that `start` returned must have been called before. The method waits for all
         sums.

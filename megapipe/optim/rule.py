@@ -41,7 +41,7 @@ def usual_groups(name: str, shape: torch.Size) -> Group:
 
     Args:
         name: name of the parameter, by which biases are recognised.
-        shape: its shape.
+        shape: shape of the parameter.
     """
     # Norms and biases have one dimension; a bias of experts [experts, outputs] has two.
     is_decayed = len(shape) > 1 and not name.endswith(".bias")
@@ -86,7 +86,7 @@ class Part:
         names: names of the parameters in the whole model.
         value: the parameters in float32; in float64 for a float64 model, in bf16 if a flag asks for
             it.
-        grad: their gradients, summed over ranks, scaled and clipped.
+        grad: the gradients of the parameters, summed over ranks, scaled and clipped.
         state: {name in Rule.state: tensor like `value`}. They are zeros at first, and are saved in
             checkpoints.
         lr: learning rate of this step and these parameters.

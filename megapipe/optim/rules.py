@@ -21,7 +21,7 @@ from megapipe.optim.traits import FLAG, KNOWN
 class Adam:
     """The optimizer AdamW. Parameters, gradients and state may be stored in 16 bits.
 
-    `update` updates parts of the parameters. `flags` are the optimizer's flags.
+    `update` updates parameters in place. `flags` are the optimizer's flags.
     """
 
     elementwise, may_round, state = KNOWN["adam"]
@@ -95,7 +95,7 @@ class Sgd:
 
     m is the momentum, g the gradient, w the weight, and beta is --sgd-momentum.
 
-    `update` updates parts of the parameters. `flags` are the optimizer's flags.
+    `update` updates parameters in place. `flags` are the optimizer's flags.
     """
 
     elementwise, may_round, state = KNOWN["sgd"]
@@ -122,7 +122,7 @@ class Muon:
     kellerjordan.github.io/posts/muon). A matrix is gathered over tensor parallelism, and each rank
     orthogonalises all of it. As in Megatron-LM, gate and value of SwiGLU are one matrix. Queries,
     keys and values of all heads are three matrices, and each expert has its own matrix. `update`
-    updates parts of the parameters. `flags` are the optimizer's flags.
+    updates parameters in place. `flags` are the optimizer's flags.
     """
 
     elementwise, may_round, state = KNOWN["muon"]

@@ -39,7 +39,7 @@ class Tie(NamedTuple):
 
     @property
     def owner(self) -> Row:
-        """The use that has the weight, its optimizer state and its place in a checkpoint."""
+        """The parameter that has the weight's optimizer state and its place in a checkpoint."""
         return self.uses[0]
 
     def on(self, rank: int) -> tuple[str, ...]:
@@ -56,10 +56,10 @@ class Tie(NamedTuple):
 
 @dataclass(frozen=True)
 class Ties:
-    """The weights with several uses that concern a rank, with their memory, gradients and updates.
+    """A rank's tied weights, which several parameters use: memory, gradients and updates.
 
-    `all` lists the weights. `share` gives uses one memory, `add_gradients` sums their gradients,
-    and `feed` sends updated weights.
+    `all` lists the weights. `share` gives the parameters of a weight one memory, `add_gradients`
+    sums their gradients, and `feed` sends updated weights to other ranks.
 
     Attributes:
         census: the list of all parameters of the pipeline.
@@ -114,12 +114,12 @@ class Ties:
 
     @property
     def names(self) -> set[str]:
-        """The names of all uses of the weights in `all`."""
+        """The names of all parameters that use the weights in `all`."""
         return {row.name for tie in self.all for row in tie.uses}
 
     @property
     def across_ranks(self) -> set[str]:
-        """The names of the uses of weights that are used on several ranks."""
+        """The names of the parameters that use a weight of several ranks."""
         return {row.name for tie in self.all if tie.across for row in tie.uses}
 
     @property
@@ -151,7 +151,7 @@ class Ties:
         return needed, sorted({chunk_of[name] for name in owners if name in chunk_of})
 
     def share(self) -> None:
-        """Give the uses on this rank one memory, with the owner's values.
+        """Give the parameters of this rank that use one weight one memory, with the owner's values.
 
         Collective over mesh.ends, the ranks of this pipeline that share weights.
         """

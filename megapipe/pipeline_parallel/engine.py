@@ -171,8 +171,8 @@ class ForwardBackward:
         """Return {stage: the object that runs it} for this rank's stages in one step.
 
         Args:
-            step: the keywords of the step.
-            table: its schedule.
+            step: the arguments of the step.
+            table: the schedule of the step.
             chunks: {stage: (module, data iterator)}.
             config: the model's configuration.
             microbatches: returns a new `Microbatches`, such as the lengths of slices; each stage
@@ -222,7 +222,7 @@ class ForwardBackward:
         """Return the object that sends and receives the step's messages.
 
         Args:
-            step: the keywords of the step.
+            step: the arguments of the step.
             config: the model's configuration.
             place: the rank of each stage.
             in_flight: number of sends that may be under way before the oldest is waited for.

@@ -46,7 +46,7 @@ class Loss(NamedTuple):
 
     Attributes:
         value: the loss as a tensor [], with its graph.
-        tokens: number of tokens that `value` is the sum over, a tensor []; None if it is a mean.
+        tokens: number of tokens over which `value` is a sum, a tensor []; None if it is a mean.
         reported: {name: one number or (sum, count)}, for the log.
     """
 
@@ -158,7 +158,7 @@ def _check_reported(name: str, number: Any) -> None:
     """Raise ConfigError for a reported value that is neither one number nor (sum, count).
 
     Args:
-        name: its key in the dict that loss_func returned.
+        name: the value's key in the dict that loss_func returned.
         number: the value.
     """
     numbers = number if isinstance(number, tuple | list) else (number,)

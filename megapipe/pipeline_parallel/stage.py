@@ -138,7 +138,7 @@ class PipelineStage:
         return stream
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Run a forward and return its output [s, b, h], given its input x [s, b, h].
+        """Run a forward: return the output [s, b, h], given the input x [s, b, h].
 
         The input is None at the embedding, the output None at the loss.
         """
@@ -149,7 +149,7 @@ class PipelineStage:
         return self.context.copy().run(run, microbatch, x)
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
-        """Run a backward and return the gradient of its input; None at the embedding.
+        """Run a backward and return the gradient of the stage's input; None at the embedding.
 
         Args:
             microbatch: number of the microbatch.
@@ -341,7 +341,7 @@ def _differentiate(output: GradientEdge, grad: Tensor) -> None:
 def _grad_of(x: Tensor | None) -> Tensor | None:
     """Return the gradient that a backward left in the stage's input x; None if x is None.
 
-    It is zeros if the output does not depend on the input.
+    The gradient is zeros if the output does not depend on the input.
     """
     if x is None:
         return None

@@ -101,7 +101,7 @@ class Stopwatch:
         return sum(self.seconds(end) - self.seconds(begin) for begin, end in self.waits)
 
     def times(self) -> list[tuple[float, float, float]]:
-        """Return, for every pass, the seconds at which it (asked for its input, had it, ended)."""
+        """Return, for every pass, the times in seconds of (request for its input, start, end)."""
         rows: list[tuple[float, float, float]] = []
         # A pair has one row of marks, and a row of times for each of its passes.
         for asked, begin, end, passes in self.passes:
@@ -112,7 +112,7 @@ class Stopwatch:
     def copied(self) -> list[Ran]:
         """Return the measured copies O and L.
 
-        The `waited` of each is the time in seconds in which passes waited for it.
+        The `waited` of a copy is the time in seconds in which passes waited for the copy.
         """
         seconds = self.seconds
         rows = []
@@ -125,7 +125,7 @@ class Stopwatch:
     def ran(self, rank: int) -> list[Ran]:
         """Return this rank's measured passes on the compute stream.
 
-        `rank` is its pipeline rank.
+        `rank` is this rank's position in the pipeline.
         """
         return [_ran(*row) for row in zip(_timed(self.schedule, rank), self.times(), strict=True)]
 
@@ -177,7 +177,7 @@ def _gathered(
 
     Args:
         mine: [step][pass] three times in seconds, for this rank's passes.
-        rows: [rank] its passes.
+        rows: for each pipeline rank, its passes.
         make: takes a pass and its three times, and returns the measured pass.
     """
     # Padded to the longest row of any rank, so that one all-gather takes all. In float64, because

@@ -136,7 +136,7 @@ def _as_an_mlp(par: ParallelConfig) -> bool:
 def expert_line(plan: Plan, config: Config) -> str:
     """Return a line on which ranks have which experts, and on the bytes a rank sends for them.
 
-    It is "" if tensor parallelism alone splits the experts, as it splits an MLP.
+    The line is "" if tensor parallelism alone splits the experts, as it splits an MLP.
     """
     par = config.parallel
     model = config.model

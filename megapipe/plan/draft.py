@@ -38,7 +38,7 @@ class Draft:
     def plan(self, table: Schedule) -> Plan:
         """Return the plan with this table.
 
-        If the table has depths of multi-token prediction, the plan has their work.
+        If the table has multi-token prediction, the plan includes that work.
         """
         counts = self.counts or self._counts(table.placement)
         # The order of the own chain is found first, with pieces and stages that have no depths.
@@ -57,7 +57,7 @@ class Draft:
     def costs(self, table: Schedule) -> Costs:
         """Return the times and bytes of the passes of a table's stages.
 
-        The costs of parts that need a finished table, such as CUDA graphs, are not included.
+        The costs of features that need a finished table, such as CUDA graphs, are not included.
         """
         return replace(self.plan(table), own=own_parts(self.config, table)).costs
 

@@ -49,8 +49,8 @@ _ROUNDS = 4  # plans whose counts of recomputed microbatches are compared; most 
 def make_plan(config: Config) -> Plan:
     """Return the plan of a validated configuration with a padded vocabulary.
 
-    Raises: ConfigError if it needs more than --memory-limit-gib; ConfigError or ScheduleError if
-        no table has what the flags ask for.
+    Raises: ConfigError if the plan needs more than --memory-limit-gib; ConfigError or ScheduleError
+        if no table has what the flags ask for.
     """
     return plan_of(config, pieces_of(config, config.model), recomputes=True)
 
@@ -105,7 +105,7 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
 
 
 def _empty(config: Config, work: Pieces) -> Plan:
-    """Return a plan whose table has no passes, and that has no depths of multi-token prediction.
+    """Return a plan whose table has no passes, without multi-token prediction.
 
     Args:
         work: the work of embedding, layers and head.
@@ -274,7 +274,7 @@ def balanced_by_cost(
 
 
 def _rank(plan: Plan, config: Config) -> tuple[bool, float]:
-    """Return the key by which plans are sorted: (whether it exceeds the memory limit, makespan)."""
+    """Return a key to sort plans: (whether the memory limit is exceeded, makespan)."""
     limit = config.parallel.memory_limit_gib
     return limit is not None and max(plan.peak_bytes) > limit * GIB, plan.timeline.makespan
 
@@ -335,8 +335,8 @@ def with_batch(plan: Plan, config: Config) -> Plan:
 
     Args:
         config: the configuration with the other batch size.
-    Raises: ScheduleError or ConfigError if the schedule has no table for its number of
-        microbatches, or if it does not fit the memory.
+    Raises: ScheduleError or ConfigError if the schedule has no table for that number of
+        microbatches, or if the plan does not fit the memory.
     """
     if config.num_microbatches == plan.schedule.num_microbatches:
         return plan

@@ -20,13 +20,13 @@ Planner = Callable[[Config], Plan]
 
 
 class NothingToDo(ConfigError):
-    """The error for a part of a plan that flags ask for but that this table cannot have.
+    """The error for a feature, such as offload, that flags ask for but this table cannot have.
 
     A table of few microbatches may have nothing to offload, for example. A run whose batch size
-    grows catches the error, and runs small batches without the part.
+    grows catches the error, and runs small batches without the feature.
 
     Attributes:
-        part: the name of the part.
+        part: the name of the feature.
     """
 
     def __init__(self, part: str, problem: str) -> None:

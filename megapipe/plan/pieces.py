@@ -97,7 +97,8 @@ class Pieces:
         """Return the FLOPs and bytes of a stage.
 
         Args:
-            span: the layers of the stage, and whether it has embedding, loss or a depth.
+            span: the layers of the stage, and whether it has embedding, loss or multi-token
+                prediction.
         """
         if span.depth:
             return self._depths_alone[span.depth - 1]
@@ -220,13 +221,16 @@ class Pieces:
         )
 
     def on(self, ranks: int) -> Pieces:
-        """Return the pieces with the overhead that each pass has on `ranks` pipeline ranks."""
+        """Return the pieces with the overhead that a pass has on `ranks` pipeline ranks.
+
+        The overhead is the time of a pass beyond its work.
+        """
         # A stage with 1/P of the model is the unit, however many stages a rank has.
         whole = sum((layer.f for layer in self.layers), self.embedding.f + self.head.f)
         return replace(self, overhead=OVERHEAD * whole / ranks)
 
     def _columns(self, counts: Sequence[int]) -> _Columns:
-        """Return the work of each stage of a split, and then of each depth, field by field.
+        """Return the work of each stage, then of each multi-token prediction, field by field.
 
         Args:
             counts: number of layers of each stage, in the model's order.
@@ -349,9 +353,9 @@ def _layers(model: ModelConfig, load: Load) -> tuple[Work, ...]:
 
 
 def _depth(model: ModelConfig, load: Load) -> Work:
-    """Return the work of a depth of multi-token prediction, without its head.
+    """Return the work of a module of multi-token prediction, without the head.
 
-    A depth has a layer, and before it a projection of its two inputs, which are normed first.
+    A module has a projection of two normed inputs, followed by a layer.
 
     Args:
         load: the tokens of a microbatch on one rank, and the ranks that split a layer.

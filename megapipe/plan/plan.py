@@ -46,7 +46,7 @@ class OfPlan:
         return whole
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-        """Return the costs of the plan's stages with the costs of this part added.
+        """Return the costs of the plan's stages with the costs of this feature added.
 
         Args:
             costs: the costs so far, with the times of --pipeline-costs if given.
@@ -55,7 +55,7 @@ class OfPlan:
         return costs
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return, for each rank, the bytes beyond its state that it needs to run any one stage."""
+        """Return, for each rank, the bytes that the feature needs beyond the rank's state."""
         return [0.0] * plan.schedule.placement.num_ranks
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
@@ -67,11 +67,11 @@ class OfPlan:
         return usual
 
     def changes(self, plan: Plan) -> list[str]:
-        """Return lines for the user on what this part changes in the schedule; may be empty."""
+        """Return lines for the user on what this feature changes in the schedule; may be empty."""
         return []
 
     def summary(self, plan: Plan) -> str:
-        """Return what the part does in this plan, as a line for the user; empty for none."""
+        """Return what the feature does in this plan, as a line for the user; "" for nothing."""
         return ""
 
 

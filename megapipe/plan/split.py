@@ -110,7 +110,7 @@ def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
 def chunks_of(config: Config) -> int | None:
     """Return the number of stages on a rank that flags ask for; None if they leave it open.
 
-    With DualPipe it is the number for each of the two copies of the model.
+    With DualPipe this is the number for each of the two copies of the model.
 
     Raises: ConfigError if the layers do not fill the stages, or if the ranks do not divide the
         number of stages in a layout.

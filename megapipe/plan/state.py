@@ -118,7 +118,7 @@ def bytes_at_peak(plan: Plan, config: Config) -> list[dict[str, float]]:
 def refuse_too_much(plan: Plan, config: Config) -> None:
     """Refuse a plan that needs more memory than --memory-limit-gib.
 
-    Raises: ConfigError that names the rank and what needs the memory.
+    Raises: ConfigError that names the rank and the uses of its memory.
     """
     gib = config.parallel.memory_limit_gib
     need, rank = max((need, rank) for rank, need in enumerate(plan.peak_bytes))

@@ -38,7 +38,7 @@ def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
 
 
 def memory_table(plan: Plan, config: Config) -> str:
-    """Return a table of each rank's GiB at its peak, by what they are for.
+    """Return a table of each rank's memory in GiB at its peak, with a column for each use.
 
     Columns that are empty on all ranks are left out.
     """
@@ -121,7 +121,7 @@ def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None)
 
 
 def own_lines(plan: Plan) -> list[str]:
-    """Return the lines that optional parts, such as sharding, print below the table of stages."""
+    """Return the lines on optional features, such as sharding, below the table of stages."""
     return [one.summary(plan) for one in plan.own.values()]
 
 
@@ -140,7 +140,7 @@ def _active(plan: Plan) -> str:
 
 
 def layout_of_plan(plan: Plan) -> str:
-    """Return the layout string of a plan's split, including multi-token prediction depths."""
+    """Return the layout string of a plan, with its layers and multi-token prediction."""
     return layout_string(plan.counts, stages_with_depths(plan.schedule.placement))
 
 

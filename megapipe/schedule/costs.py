@@ -38,7 +38,7 @@ class Memory(NamedTuple):
 
     Attributes:
         b: [num_stages] memory held from F until B.
-        w: [num_stages] the part of it that is still held from B until W.
+        w: [num_stages] the part of that memory that is still held from B until W.
     """
 
     b: list[float]
@@ -180,8 +180,8 @@ class Costs(FamilyCosts, CoreCosts):
             cuts: lengths of all slices of a microbatch, in any unit.
             of: (slice, first slice of its document, slice after the document's last), such as (1,
                 0, 3) for slice 1 in a document of slices 0 to 2; None for a whole microbatch.
-        Raises: ScheduleError if attention_f is a tuple by stage but f is one number, or so for b or
-            w.
+        Raises: ScheduleError if attention_f is a tuple by stage but f is one number; likewise for b
+            and w.
         """
         if of is None:
             return self

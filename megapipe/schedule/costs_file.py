@@ -45,7 +45,7 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
 
     Args:
         given: the parsed JSON.
-        path: names the file in errors.
+        path: the file, for errors.
     Raises: ScheduleError for a field that costs do not have, or for a wrong value.
     """
     if not isinstance(given, dict):
@@ -89,9 +89,9 @@ def _value(path: str | Path, name: str, value: object) -> float | tuple[float, .
     The JSON of `comm` may be an object with latency, bytes and bandwidth of a message.
 
     Args:
-        path: names the file in errors.
+        path: the file, for errors.
         name: the name of the field.
-        value: its parsed JSON.
+        value: the field's parsed JSON.
     Raises: ScheduleError that names file and field.
     """
     # Latency and bandwidth are what people know of a link; the clock needs the time of a message.
@@ -128,7 +128,7 @@ def _message(
     It is one number, or one for each link if a part is a list.
 
     Args:
-        path: names the file in errors.
+        path: the file, for errors.
         parts: "latency", "bytes" and "bandwidth", each a number or one for each link.
     """
     links = max(len(_numbers(x)) for x in parts.values())

@@ -73,8 +73,8 @@ class Fixed:
     Attributes:
         price: the costs of any table.
         memory: the limit of each rank, or one for all of them; None for no limit.
-        depths: number of depths of multi-token prediction. Tuples of costs have the depths last.
-            For a table without depths, these last values are cut off.
+        depths: number of modules of multi-token prediction. Tuples of costs have values for these
+            modules last, which are cut off for a table without the modules.
     """
 
     price: Costs = UNIT
@@ -121,7 +121,7 @@ class Pairing:
 
 
 def refuse_idle(costs: Costs) -> None:
-    """Refuse costs in which no pass has communication: pairs would hide nothing.
+    """Refuse costs in which no pass has communication, so that overlapped pairs would hide nothing.
 
     Raises: ScheduleError that names the flag.
     """

@@ -116,7 +116,7 @@ class Traits:
     Attributes:
         meaning: the kind in words, for legends.
         colour: #rrggbb in pictures.
-        costs: its duration is the sum of these fields of `Costs`, one letter for each.
+        costs: the duration of the pass is the sum of these fields of `Costs`, one letter for each.
         needs: results that must exist before a pass can start.
         makes: results that a pass produces; the first one is sent to other ranks.
         memory: change of the memory held, as {letter: count}: {"b": -1, "w": 1} frees `Costs.mem_b`

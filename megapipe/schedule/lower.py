@@ -154,7 +154,7 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the table of an evaluation: only forwards and the passes that forwards need.
 
-    Depths of multi-token prediction are left out.
+    Modules of multi-token prediction are left out.
 
     Args:
         schedule: the table of training.

@@ -47,9 +47,10 @@ MOST_CELLS, MOST_STAGES = 4_000_000, 10_000
 
 @dataclass(frozen=True)
 class Entry:
-    """The description of one schedule of the catalogue.
+    """The description of one built-in schedule.
 
-    `grouped`, `sliced` and `any_chunks` say which numbers a user may choose.
+    `grouped`, `sliced` and `any_chunks` say whether a user may choose the size of groups of
+    microbatches, the number of slices, and the number of chunks.
 
     Attributes:
         generate: the function that makes its table. It takes (ranks, microbatches). If it has
@@ -60,10 +61,9 @@ class Entry:
         about: a line of description, for lists.
         split: the backward is split into the passes B and W.
         copies: copies of the parameters that the ranks hold together, 2 in DualPipe.
-        searched: its order is found by a search under given costs and memory limit, which takes
-            seconds.
+        searched: a search finds the order under given costs and memory limit, which takes seconds.
         dominated: another schedule takes no longer and holds less, whatever passes cost.
-        pairs: its table has overlapped pairs of a forward and a backward.
+        pairs: the table has overlapped pairs of a forward and a backward.
         choices: for a schedule that takes the fastest of several tables under the costs, such as
             V-Half. It takes (ranks, microbatches) and returns (the tables, memory limit). None for
             other schedules.
@@ -216,15 +216,15 @@ def fixed(
     costs: Costs | None = None,
     placement: Placement | None = None,
 ) -> Iterator[Schedule]:
-    """Yield every pattern with one copy of the parameters that these ranks and microbatches allow.
+    """Yield every built-in schedule with one copy of the model that exists for these numbers.
 
-    A pattern is a schedule that no search has to find. Tables are not verified, because a search
-    asks for dozens of them and simulates each anyway.
+    Schedules that are searched are left out. Tables are not verified, because the caller is a
+    search, which makes dozens of them and simulates each anyway.
 
     Args:
         chunks: stages on each rank.
         costs: used to put W (weight gradient) where a rank would wait; None for the papers' tables.
-        placement: yield only patterns with this placement; None for all.
+        placement: yield only schedules with this placement; None for all.
     """
     arguments = ranks, microbatches, chunks, costs, placement
     # Large tables are yielded one by one, so that a search may stop and memory has one at a time.
@@ -259,7 +259,7 @@ def one_of(
     """Yield the unverified table of a schedule, or nothing if there is none for these arguments.
 
     Args:
-        name: a name of the catalogue.
+        name: name of a built-in schedule.
         chunks: stages on each rank.
         costs: used to put W (weight gradient) where a rank would wait; None for the paper's table.
     """
@@ -305,11 +305,11 @@ def make(
     memory: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Return the verified table of a schedule of the catalogue.
+    """Return the verified table of a built-in schedule.
 
     Args:
         name: the table's name, also in errors.
-        entry: the schedule.
+        entry: the description of the schedule.
         chunks: stages on each rank; None for the entry's default.
         costs: costs for a search, or for putting W where a rank would wait; None for the paper's
             table.
@@ -338,7 +338,7 @@ def made(
 
     Args:
         name: the table's name, also in errors.
-        entry: the schedule.
+        entry: the description of the schedule.
         chunks, costs, memory: number of stages on each rank, costs and limit for the generator;
             None for its defaults.
         options: further arguments of the generator.

@@ -62,12 +62,12 @@ class Placement:
 
     @property
     def main(self) -> int:
-        """Return the number of stages from the embedding to the loss, without depths."""
+        """Return the number of stages of the main model, from the embedding to the loss."""
         return self.chain - self.depths
 
     @property
     def own_chain(self) -> Placement:
-        """Return the placement without depths of multi-token prediction."""
+        """Return the placement without the stages of multi-token prediction."""
         rank_of: list[int] = []
         for first in range(0, self.num_stages, self.chain):
             rank_of += self.rank_of[first : first + self.main]
@@ -104,11 +104,11 @@ class Placement:
         return self.position(stage) == 0
 
     def is_last(self, stage: int) -> bool:
-        """Return whether the stage holds the model's own loss, not one of a depth."""
+        """Return whether the stage has the model's own loss, not one of multi-token prediction."""
         return self.position(stage) == self.main - 1
 
     def depth(self, stage: int) -> int:
-        """Return which depth of multi-token prediction the stage is, from 1; 0 if it is none."""
+        """Return which module of multi-token prediction the stage is, from 1; 0 if it is none."""
         return max(self.position(stage) - self.main + 1, 0)
 
     def reads(self, stage: int) -> bool:

@@ -119,7 +119,7 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
 
 
 def _no_such_number(schedule: Schedule, item: Pass) -> str | None:
-    """Return why the stage of the pass `item` cannot run its kind or microbatch; None if it can."""
+    """Return why the stage of the pass `item` cannot run such a pass; None if it can."""
     place = schedule.placement
     kind, stage, microbatch, _ = item
     if kind.traits.per_stage:
@@ -243,8 +243,8 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Yield a sentence for two ranks that run common collectives in different orders.
 
-    Collectives match only by their order. Two ranks with replicas of several stages have several in
-    common. `seen` is {pass: index of its step in its row}.
+    Collectives match only by their order. Two ranks with replicas of several stages run several
+    collectives together. `seen` is {pass: index of its step in its row}.
     """
     place = schedule.placement
     for kind, number in _of_stages(seen):
@@ -274,8 +274,8 @@ def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 def _never_again(schedule: Schedule) -> Iterator[str]:
     """Yield a sentence for each pass before V (validation of an update) that must not stand there.
 
-    Passes before V ran with weights that V may take back. Then all of them run again, so they must
-    be kinds that can run twice, and need no pass after V.
+    V may take back the weights with which the passes before V ran. Then all these passes run again.
+    So they must be of kinds that can run twice, and need no pass after V.
     """
     borders = {kind for kind in schedule.kinds if kind.traits.border}
     if not borders:
@@ -346,7 +346,7 @@ def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
-    """Simulate programs; yield a sentence for each pass without its input and deadlocked rank."""
+    """Simulate programs; yield a sentence for a pass without its input or a deadlocked rank."""
     # Every send waits for its receive here. A real backend may buffer sends, which only lets ranks
     # run further: programs that end here end everywhere.
     at = [0] * len(programs)  # the item where each rank is

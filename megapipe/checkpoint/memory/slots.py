@@ -99,7 +99,7 @@ class Slot:
 
         Args:
             at: the first byte of the part.
-            size: its length; None for all that follows.
+            size: number of bytes; None for all that follow.
         """
         end = None if size is None else HEADER + at + size
         with memoryview(self._memory) as memory:

@@ -126,7 +126,7 @@ class Held:
 
         Args:
             key: the address of the storage.
-            size: its bytes.
+            size: the storage's bytes.
             uses: 1 for a tensor that is saved, -1 for one that is freed.
         """
         before = self.uses[key] > 0

@@ -75,7 +75,7 @@ class FP8Config:
         """Return whether a layer multiplies in FP8.
 
         Args:
-            layer: its number, from 0.
+            layer: the layer's number, from 0.
             layers: the number of layers of the model.
         """
         if self.fp8_format is None:

@@ -53,7 +53,7 @@ def layers_of(flag: str, text: str | None, meant: int, layers: int) -> frozenset
     """Return the layers, counted from 0, that a flag's value names.
 
     Args:
-        flag: its name, for errors.
+        flag: the flag's name, for errors.
         text: a number n for every n-th layer, or a list; None names no layer.
         meant: the entry of a list that names a layer.
         layers: the number of layers of the model.

@@ -37,8 +37,8 @@ class Export:
 
     Attributes:
         config: the configuration of the run that saved it.
-        saved: its tensors.
-        content: the content of its state.json.
+        saved: the checkpoint's tensors.
+        content: the content of the checkpoint's state.json.
         steps: steps of the optimizer; None if the optimizer's state is not exported.
         fused: whether the state is for Transformer Engine's or Apex's Adam. These need the number
             of steps in param_groups, and fail if parameters have it. For torch's Adam, each

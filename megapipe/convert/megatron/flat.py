@@ -92,7 +92,7 @@ class FlatState:
         Args:
             kind: exp_avg, exp_avg_sq or master (the float32 main parameter).
             name: megapipe's name of the parameter.
-            layout: its layout, which gives that shape and each rank's slice.
+            layout: the parameter's layout, which gives that shape and each rank's slice.
         """
         # Tensor-parallel slices have one size, and each rank's row the slice of that rank.
         numel = math.prod(layout.local(Axis(size=len(self.rows))))

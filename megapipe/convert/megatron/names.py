@@ -106,7 +106,7 @@ def common_name(name: str) -> str:
     """Return megapipe's name of a parameter.
 
     Args:
-        name: its name in Megatron-LM's own layers or in Transformer Engine's.
+        name: the tensor's name in Megatron-LM's own layers or in Transformer Engine's.
     """
     # "module." is a wrapper's; the second "experts." is in the keys of `torch_dist` only.
     name = name.removeprefix("module.").replace("mlp.experts.experts.", "mlp.experts.")

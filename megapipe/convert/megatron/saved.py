@@ -70,9 +70,9 @@ class SavedRun:
         folder: the folder of one checkpoint.
 
     Attributes:
-        source: its tensors.
+        source: the tensors of the checkpoint.
         common: all other data in it: arguments, iteration, and settings of the optimizer.
-        args: its arguments by name.
+        args: the run's arguments by name.
         config: the configuration that these arguments mean.
         layouts: name -> layout of each parameter that megapipe saves.
         tied: name of a tied parameter -> name of the parameter that owns the weight.

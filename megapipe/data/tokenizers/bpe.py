@@ -150,7 +150,7 @@ def _end_of_text(folder: Path, library: tokenizers.Tokenizer, flag: str) -> int:
 
     Args:
         folder: the Hugging Face folder.
-        library: its tokenizer.
+        library: the tokenizer of the library `tokenizers`.
         flag: the flag and its value, for messages.
     Raises: DataError if the eos_token is not a token of the library, or if no name is known.
     """

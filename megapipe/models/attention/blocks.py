@@ -34,8 +34,9 @@ class _Block(NamedTuple):
     """A block of the scores: some queries, and some keys that they attend to.
 
     Attributes:
-        queries, keys: their positions in the whole sequence.
-        rows: the queries' slice of this rank's tensor of queries. columns: the keys', of its keys.
+        queries, keys: the positions of the queries and keys in the whole sequence.
+        rows: the slice of the queries in this rank's tensor of queries. columns: the slice of the
+            keys in its tensor of keys.
         whole: positions of the queries that share one dropout mask, the same on all ranks.
             `queries` is the part of `whole` that is on this rank.
         first: the first key that any query of `whole` attends to; the dropout mask begins there.

@@ -37,8 +37,9 @@ class ShardedBuffers(FlatBuffers):
     weights, once a step.
 
     Args:
-        tied: names of weights that are used several times.
-        params, borrowed, live, given: as for FlatBuffers.
+        tied: names of weights that several parameters share.
+        params, borrowed, live, given: parameters, names of parameters in another one's memory,
+            counter of bytes, and further arguments of FlatBuffers.
 
     Attributes:
         total: this rank's share of the step's gradients so far, summed over ranks.
@@ -86,7 +87,7 @@ class ShardedBuffers(FlatBuffers):
 
     @property
     def reduced(self) -> Tensor:
-        """The gradients of this share, summed over data parallelism."""
+        """This rank's share of the gradients, summed over data parallelism."""
         return self.total
 
     @property
@@ -167,7 +168,7 @@ class ShardedBuffers(FlatBuffers):
     def take_tied(self) -> None:
         """Copy this rank's share of the tied weights' gradients to `total`.
 
-        The gradients of all uses of these weights must have been added before.
+        The gradients of all parameters that share these weights must have been added before.
         """
         for name in self._tied.keys() & set(self.own):
             self.own_part(self.total, name).copy_(self.share_of(self._main_grad(name), name))

@@ -159,7 +159,7 @@ class _Matrix:
         Args:
             flat: the whole flat buffer in 8 bits, gathered from all shares, as bytes.
             factors: the matrix's scaling factors.
-            amaxes: its largest absolute values, from which the factors follow.
+            amaxes: the matrix's largest absolute values, from which the factors follow.
         """
         end = self.start + self.r * self.k
         values = flat[self.start : end].view(self.dtype).view(self.r, self.k)
@@ -207,7 +207,7 @@ class InEightBits(FlatBuffers):
 
         Args:
             name: name of the parameter.
-            products: its FP8 products.
+            products: the parameter's FP8 products.
         """
         first, shape = self._where[name]
         r, k = shape[-2:]

@@ -89,7 +89,7 @@ class Gathers:
     def settle(self) -> None:
         """Gather the updated weights now.
 
-        It has no effect if passes gather them before each use.
+        This has no effect if passes gather the weights before each use.
         """
         if not self._drops:
             for finish in [self.start(chunk) for chunk in sorted(self._stale)]:

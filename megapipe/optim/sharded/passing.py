@@ -13,12 +13,12 @@ from megapipe.distributed.device import Gauge
 class Passing:
     """A flat tensor whose memory can be allocated and released again.
 
-    `allocate` and `release` resize only its storage. Views of the tensor stay valid, and see its
-    next content.
+    `allocate` and `release` resize only the tensor's storage. Views of the tensor stay valid, and
+    see the next content.
 
     Args:
         flat: the tensor, with memory, and the only one in its storage.
-        live: counts the bytes of such tensors.
+        live: counts the bytes of such tensors that are allocated.
 
     Attributes:
         there: whether the tensor has memory.

@@ -214,9 +214,9 @@ class Step:
 
     @property
     def _kept(self) -> dict[str, Any]:
-        """Return the dict of all that lasts from step to step: engines and a count of microbatches.
+        """Return the dict of state kept from step to step: engines, count of microbatches.
 
-        The mesh holds it, as Megatron's callers ask for a new function, such as this, in each step.
+        The mesh holds the dict, because Megatron's callers ask for a new `Step` in each step.
         """
         mesh = self.mesh or ProcessMesh.current()
         return self._alone if mesh is None else mesh.kept

@@ -88,7 +88,7 @@ class P2PCommunicator:
         return _each(tensor_shapes, lambda shape: self._communicate(recv_prev=shape)[0])
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Return the gradient of this stage's output, from the next stage; None on the last stage.
+        """Receive the gradient of this stage's output from the next stage; None on the last stage.
 
         Args:
             tensor_shapes: shape [s, b, h] of the gradient, or a list of the shapes of several.
@@ -274,7 +274,7 @@ class P2PCommunicator:
         return got.get("recv_prev"), got.get("recv_next"), {} if wait else handles
 
     def _peer(self, direction: str) -> int:
-        """Return the pipeline rank at the other end of a direction, such as "recv_prev"."""
+        """Return the pipeline rank of the neighbour in a direction, such as "recv_prev"."""
         step = 1 if direction.endswith("next") else -1
         return (self.pp.rank + step) % self.pp.size
 
@@ -283,8 +283,8 @@ class P2PCommunicator:
 
         Args:
             direction: such as "recv_prev".
-            x: the tensor whose shape is sent. For a receive, the expected shape, which the received
-                one replaces.
+            x: the tensor whose shape is sent. For a receive, the expected shape, which is
+                overwritten.
         """
         sends = isinstance(x, Tensor)
         shape = x.shape if isinstance(x, Tensor) else tuple(x)
@@ -349,8 +349,8 @@ def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:
         tensors: a list, or a single tensor or shape. If neither it nor `shapes` is a list, the
             single result is returned.
         call: the function.
-        shapes: its second argument: a list with one for each tensor, or one for all. None to call
-            it with one argument.
+        shapes: the second argument of the function: a list with one shape for each tensor, or one
+            shape for all. None to call it with one argument.
     """
     many = _is_list(tensors)
     rows = [tensors if many else [tensors]]

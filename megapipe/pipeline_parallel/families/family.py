@@ -47,9 +47,9 @@ class OfStage:
         return given
 
     def ends(self, given: Ends) -> Ends:
-        """Return which ends of the model, embedding or loss, the stage has.
+        """Return whether the stage has a loss, and how its inputs are joined.
 
-        `given` is its ends according to the table.
+        `given` says the same according to the table, without this family.
         """
         return given
 
@@ -133,7 +133,7 @@ class Setting(NamedTuple):
     Attributes:
         table: the step's schedule.
         chunks: {stage: (module, data iterator)}.
-        step: the keywords of the step.
+        step: the arguments of the step.
         kept: the state that the family keeps from step to step.
     """
 
@@ -169,8 +169,8 @@ class Around(NamedTuple):
     """Functions that are called before and after some passes, with the stage as their argument.
 
     Attributes:
-        before: {pass: function to call before it begins}.
-        after: {pass: function to call after it, or after both passes of a pair}.
+        before: {pass: function to call before the pass begins}.
+        after: {pass: function to call after the pass, or after both passes of an overlapped pair}.
     """
 
     before: Mapping[Pass, Callable[[Any], None]]
@@ -182,7 +182,7 @@ class Family:
     """Some kinds of pass, such as O, L and R of offload, and the functions to run them.
 
     Attributes:
-        name: its name, the key of its `OfStage` in a stage and of its state in an engine.
+        name: the family's name, the key of its `OfStage` in a stage and of its state in an engine.
         begin: {kind: function that begins a pass of that kind on a stage}.
         keeps: takes the rank's device and returns the state that lasts from step to step.
         stages: returns {stage: its `OfStage`} for the stages that have one.

@@ -132,9 +132,9 @@ class Messenger:
 
         Args:
             made_by: the pass.
-            x: its result.
-        Raises: ConfigError if it does not fit the receiver's buffer. Otherwise the error would come
-            from gloo or NCCL, in their words and on the other rank.
+            x: the result of the pass.
+        Raises: ConfigError if it does not fit the receiver's buffer. Without this check gloo or
+            NCCL would fail on the other rank.
         """
         shape = tuple(self.shape_of(made_by) or self.shape)
         fits = x.ndim == len(shape) if self.variable_seq_lengths else x.shape == shape
@@ -235,9 +235,9 @@ def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
 
 
 def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
-    """Return a part of a program with its receives posted earlier.
+    """Return a program with its receives posted earlier.
 
-    The part has no V, the pass that validates an update.
+    `program` is part of a rank's program. It must have no V, the pass that validates an update.
 
     Args:
         ahead: says which receives are posted earlier.

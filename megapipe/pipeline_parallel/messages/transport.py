@@ -154,7 +154,8 @@ class Transport:
     def post(self, ops: list[Op]) -> Sequence[Handle]:
         """Start the operations, and return a handle for each.
 
-        Plain ones start in the order of the list. A group has no order of its own.
+        In the mode `plain` operations start in the order of the list. A group has no order of its
+        own.
         """
         if not ops:  # a batch of nothing is an IndexError in torch
             return []

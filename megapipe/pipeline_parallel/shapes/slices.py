@@ -169,9 +169,9 @@ def joined(losses: Sequence[Loss]) -> Loss:
 
 
 def _sum(name: str, values: Sequence[Any]) -> Any:
-    """Return the sum of the (sum, count) pairs in `values`, one for each slice.
+    """Return the sum of several (sum, count), one for each slice.
 
-    name: the key under which loss_func reports them.
+    name: the key under which loss_func reports `values`.
     Raises: ConfigError for single numbers.
     """
     first = values[0]

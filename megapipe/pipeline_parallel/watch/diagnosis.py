@@ -24,9 +24,9 @@ class Link(NamedTuple):
     """A message between two pipeline ranks, seen from one end.
 
     Attributes:
-        what: the pass that makes it, as text.
+        what: the pass that makes the message, as text.
         peer: the global rank at the other end.
-        sends: whether this rank sends it.
+        sends: whether this rank sends the message.
     """
 
     what: str
@@ -93,7 +93,7 @@ def report_of(mesh: ProcessMesh, note: str, cause: str | None = None) -> Report:
     Args:
         mesh: this rank's mesh.
         note: why the rank reports.
-        cause: its own error; None if it has none.
+        cause: the rank's own error; None if it has none.
     """
     position = mesh.position
     item, since = position.at or (None, monotonic())

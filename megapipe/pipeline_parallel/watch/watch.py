@@ -73,8 +73,8 @@ class Watch:
     The process exits with a code that says why. Ctrl-C ends it with 130.
 
     A UserError passes through, and so does a normal end. Ranks that wait for this one are informed
-    in both cases. A rank whose launcher or store is gone also ends. Otherwise a run that is started
-    again would meet ranks of the old run.
+    in both cases. A rank whose launcher or store is gone also ends. A run that is started again
+    then meets no ranks of the old run.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
@@ -202,8 +202,9 @@ class Watch:
     def _interrupted(self) -> bool:
         """Return whether this Ctrl-C ends the run.
 
-        If the first Ctrl-C makes the run save, only a second one ends it. Torchrun sends each
-        Ctrl-C on to its ranks: what comes within RELAY_S seconds of the first is no second one.
+        If the first Ctrl-C makes the run save, only a second Ctrl-C ends it. Torchrun sends each
+        Ctrl-C on to its ranks, so a signal within RELAY_S seconds of the first does not count as a
+        second.
         """
         handler = signal.getsignal(signal.SIGINT)
         if not getattr(handler, "first_saves", False):
@@ -385,7 +386,7 @@ It is the only one of its errors without the name gloo.
 def _short(text: str) -> str:
     """Return an error's text in few words.
 
-    For a known error of gloo or NCCL it is two words, such as `timed out`; else the first line.
+    A known error of gloo or NCCL becomes two words, such as `timed out`; any other its first line.
     """
     known = {
         "Timed out": "timed out",

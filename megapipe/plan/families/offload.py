@@ -59,7 +59,7 @@ class Copies(OfPlan):
     def asked(cls, config: Config) -> Copies | None:
         """Return the copies if an offload flag asks for them, else None.
 
-        A memory limit, which may also lead to copies, is no such flag.
+        --memory-limit-gib, which may also lead to copies, does not count.
         """
         par = config.parallel
         if not (par.fine_grained_activation_offloading or par.cpu_offload):
@@ -95,7 +95,7 @@ class Copies(OfPlan):
         """Return the costs with the time of each stage's copies, and the bytes that a copy frees.
 
         Args:
-            plan: the plan, whose stages the costs are for.
+            plan: the plan to whose stages the costs belong.
             costs: the costs of the plan's stages so far.
             counted: the costs by FLOPs, without --pipeline-costs.
         """

@@ -135,14 +135,14 @@ class Sharding(OfPlan):
 
 
 class _Own(NamedTuple):
-    """The number of parameters of each stage on one of its tensor-parallel ranks.
+    """The number of parameters of each stage on one tensor-parallel rank.
 
     Lists are in the order of the stages.
 
     Attributes:
         dense: parameters outside experts.
         experts: parameters of experts.
-        lighter: bytes that are saved if weights are gathered in eight bits.
+        lighter: bytes that a gather saves because weights are sent in eight bits.
         borrows: index of the stage whose head uses the weight of the embedding, which is tied and
             on the same rank; 0 for none.
     """

@@ -129,7 +129,7 @@ def _between(size: float, known: Sizes) -> float:
 def _time_of(size: float, known: Sizes) -> float:
     """Return the seconds of a message of `size` bytes.
 
-    Above the largest known size its speed stays the same.
+    Above the largest known size, bytes per second stay the same.
 
     Args:
         known: pairs (bytes, seconds), ascending.

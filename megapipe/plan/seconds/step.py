@@ -63,7 +63,7 @@ class Timed:
 
     @property
     def moves(self) -> bool:
-        """Return whether its table offloads or recomputes activations of single microbatches."""
+        """Return whether the plan offloads or recomputes activations of single microbatches."""
         return not self.plan.schedule.kinds.isdisjoint(MOVES)
 
     @property

@@ -58,7 +58,8 @@ def _best(config: Config, planned: Planner) -> Plan | None:
     Args:
         planned: takes a configuration with a fixed number of slices and returns its plan.
     Returns: the plan; None if the flag is not `auto`.
-    Raises: ConfigError or ScheduleError if every number is refused: the error of the first.
+    Raises: ConfigError or ScheduleError if every number is refused; it is the error for the first
+        number.
     """
     if config.parallel.pipeline_slices != AUTO:
         return None

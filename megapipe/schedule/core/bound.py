@@ -20,8 +20,8 @@ from megapipe.schedule.passes import Kind, Placement, Schedule
 class Overheads(NamedTuple):
     """The multiples of `Costs.overhead` that a lower bound counts for F, B and W.
 
-    Passes that pay one overhead together have multiples that add up to 1. For a fused backward they
-    are (b, w) = (1, 0). For an overlapped pair of F and BW they are (f, b, w) = (0.5, 0.5, 0).
+    If some passes pay one overhead together, their multiples add up to 1. A fused backward has (b,
+    w) = (1, 0). An overlapped pair of F and BW has (f, b, w) = (0.5, 0.5, 0).
 
     Attributes:
         f, b, w: the multiple for a forward, an input gradient and a weight gradient.

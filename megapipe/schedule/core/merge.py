@@ -238,7 +238,7 @@ class _Merge:
 
         Args:
             number: the number of the rank.
-            rank: its state.
+            rank: the rank's state.
         """
         # Chains take turns. When the lookups of the first chain always went first, Chimera on 4
         # ranks could not be merged for 12 microbatches.
@@ -286,7 +286,7 @@ class _Merge:
 
         Args:
             number: the number of the rank.
-            rank: its state.
+            rank: the rank's state.
         """
         first = step[0]
         length = self.length[first.kind][first.stage]

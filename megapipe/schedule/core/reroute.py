@@ -190,9 +190,9 @@ def reroute(
 def joint_costs(costs: Costs, table: Schedule) -> Costs:
     """Return the costs of a table for use with its joint table.
 
-    A cost that is one number becomes a tuple by stage: it is for 1/p of the model, and the joint
-    table has another number p of ranks. A message between two replicas takes as long as the slowest
-    within one.
+    A cost that is one number is for 1/p of the model on p ranks. The joint table has more ranks, so
+    the number becomes a tuple with a value for each stage. A message between two replicas takes as
+    long as the slowest message within one.
 
     Args:
         table: the table of one replica.
@@ -277,8 +277,8 @@ def _by_time(
 
     Args:
         table: the joint table, whose order of steps is ignored.
-        queues: (rank, steps in order). A rank may have one for its own steps and one for the lost
-            rank's.
+        queues: (rank, steps in order). A rank may have one queue for its own steps and one for
+            steps of the lost rank.
         costs: the costs of the joint table.
         priority: chooses among steps that can start at one time.
     """

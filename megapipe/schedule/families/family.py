@@ -85,10 +85,10 @@ class Family:
     the functions. Each takes the Schedule first, except `of_slice`.
 
     Attributes:
-        name: the name of its folder in the packages named `families`.
-        kinds: its kinds of pass.
-        problems: yields a sentence for each mistake in its passes. Its second argument is {pass:
-            index of its step in its rank's row}.
+        name: the name of the family's folder in the packages named `families`.
+        kinds: the family's kinds of pass.
+        problems: yields a sentence for each mistake in the family's passes. The second argument is
+            {pass: index of its step in its rank's row}.
         needs: returns {(pass, result): the passes that produce the result}, for needs that depend
             on the rank's row (Where.RUN). For example, the gather that a pass needs depends on the
             gathers before it.
@@ -101,8 +101,8 @@ class Family:
         of_slice: returns {cost field: value for one slice}. It takes {cost field: value for a
             microbatch} and the length of the slice, a fraction of the sequence. The third argument
             is the length of the document that ends with the slice, also a fraction; 0 if none ends.
-        of_a_rank: names of its cost fields whose single number is for a rank, however many stages
-            it has.
+        of_a_rank: names of cost fields whose single number is for a rank, however many stages it
+            has.
     """
 
     name: str

@@ -44,9 +44,9 @@ class Spent(NamedTuple):
     `idle` returns the papers' bubble.
 
     Attributes:
-        makespan: from the start of its first wait for an input to the end of its last pass.
-        span: from the start of its first pass to the end of its last pass.
-        busy: the sum of the durations of its passes.
+        makespan: from the start of the rank's first wait for an input to the end of its last pass.
+        span: from the start of the rank's first pass to the end of its last pass.
+        busy: the sum of the durations of the rank's passes.
         waited: waits for inputs between passes. The rest of `span` is host time.
     """
 
@@ -57,7 +57,7 @@ class Spent(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """Return the idle time between its first and its last pass: the papers' bubble."""
+        """Return the idle time between the rank's first and last pass: the papers' bubble."""
         return self.span - self.busy
 
 

@@ -43,7 +43,8 @@ class Slow(NamedTuple):
     Attributes:
         name: the stage or link in words, such as "link 0->1".
         text: the sentence to print.
-        cost: the fraction of a step, 0 to 1, that it costs; None if it is no longer slow.
+        cost: the fraction of a step, 0 to 1, that the slowness costs; None if there is none any
+            more.
     """
 
     name: str
@@ -258,10 +259,10 @@ def _with_stage(costs: Costs, at: int, factor: float) -> Costs:
 
 
 def _cost(costs: Costs, usual: Costs, schedule: Schedule) -> float:
-    """Return the fraction of a step, 0 to 1, that a slow stage or link costs.
+    """Return the fraction of a step, 0 to 1, by which a slow stage or link makes the step longer.
 
     Args:
-        costs: as measured, with a slow stage or link.
+        costs: the measured costs, with a slow stage or link.
         usual: the same costs with that stage or link as fast as it should be.
         schedule: the table that is simulated with both.
     """

@@ -25,6 +25,6 @@ def in_flight(schedule: Schedule, stage: int) -> int:
 
 
 def splits(schedule: Schedule, stage: int) -> bool:
-    """Return whether a stage has a weight gradient pass separate from its input gradient."""
+    """Return whether a stage has W passes, so that its backward is split into B and W."""
     row = schedule.ranks[schedule.placement.rank_of[stage]]
     return any(x.kind is Kind.W for step in row for x in step if x.stage == stage)

@@ -35,10 +35,10 @@ CONTEST = 0.6
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement in which to search.
+    """A placement on which to search for an order of passes.
 
     Attributes:
-        costs: the costs of its stages.
+        costs: the costs of the placement's stages.
         memory: limit on each rank's activation, in the unit of the costs.
     """
 
@@ -222,7 +222,7 @@ def search_among(
 
 
 def _fitting(of: Problem, best: Timeline, until: float) -> Iterator[tuple[Schedule, Timeline]]:
-    """Yield (schedule, timeline) for schedules of the catalogue that fit placement and memory.
+    """Yield (schedule, timeline) for built-in schedules that fit placement and memory.
 
     A large table is made only if it may be better than the best so far.
 
@@ -308,7 +308,7 @@ def limits(
 
 
 def _possible(problems: list[Problem]) -> list[Problem]:
-    """Return the problems whose ranks can hold one microbatch.
+    """Return the problems, one for each placement, whose ranks can hold one microbatch.
 
     Raises: ScheduleError if there are none, with the memory that one microbatch needs.
     """

@@ -76,7 +76,7 @@ class Entrant:
     spreads: tuple[float, ...]
 
     def improved(self, seconds: float, of: Spending, hot: float) -> Entrant:
-        """Return the entrant after annealing its schedule; for many seconds, several times in turn.
+        """Return the entrant after annealing it, once or, for many seconds, several times.
 
         Args:
             seconds: about the seconds to spend on one core.
@@ -105,15 +105,14 @@ def contest(
     progress: Callable[[float], None],
     known: Found | None = None,
 ) -> Entrant:
-    """Return the best schedule: many starts are annealed shortly, and the best of them longer.
+    """Return the best schedule: many are annealed for a short time, and the best of them longer.
 
     Args:
         problems: the problem of each placement to try.
         seconds: about the seconds to spend on one core.
         of: the limit of CPU time, and the random numbers.
         progress: called with the fraction of the effort spent, 0 to 1.
-        known: the best schedule of the catalogue, if the caller has it and there is one problem;
-            else None.
+        known: the best built-in schedule, if the caller has it and there is one problem; else None.
     """
     starts = _START
     if problems[0].microbatches >= 2 * few(problems[0]):
@@ -211,7 +210,8 @@ def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
 def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
     """Return schedules with which to begin: building blocks, repeated for all microbatches.
 
-    For many microbatches they come from a search with few, whose middle is repeated.
+    For many microbatches, a search with few microbatches gives them: the middle of each result is
+    repeated.
 
     Args:
         full: the problem with all microbatches.

@@ -33,7 +33,7 @@ OVERRUNS = (0.0, 0.3, 0.6, 1.0)
 
 
 def patterns(problem: Problem) -> list[tuple[Found, str]]:
-    """Return (schedule, its name) for schedules of the catalogue that fit placement and memory.
+    """Return (schedule, its name) for built-in schedules that fit placement and memory.
 
     `problem` has the placement, costs and memory limits. The schedules come in two versions: with
     their own order of W (weight gradient), and with W put where ranks would wait. The best is

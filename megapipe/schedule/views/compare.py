@@ -80,7 +80,7 @@ class Refusal:
     """A schedule that does not exist for the ranks and microbatches of a comparison.
 
     Attributes:
-        label: its name, as in the table.
+        label: the schedule's name, as in the table.
         reason: a sentence that says why it does not exist.
     """
 
@@ -307,8 +307,8 @@ def to_table(rows: Sequence[Row | Refusal]) -> str:
 def _best(rows: Sequence[Row], what: str) -> Row:
     """Return the row with the least value in the field named `what`, a time.
 
-    Among rows with nearly equal times it is the one with the fewest parameters, then least memory,
-    then fewest messages.
+    Among rows with nearly equal times, the one with the fewest parameters is returned, then least
+    memory, then fewest messages.
     """
     least = min(getattr(row, what) for row in rows)
     close = [row for row in rows if getattr(row, what) <= least * (1 + _TIE)]

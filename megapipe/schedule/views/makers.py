@@ -35,7 +35,7 @@ def makers_of(
     which it reports the fraction of its work done. Labels are the names in a comparison.
 
     Args:
-        names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
+        names: names of built-in schedules, files, functions FILE.py:NAME, tables, or recipes.
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
         effort: about the seconds to spend on a search.
     """
@@ -130,7 +130,7 @@ def cut_makers(
     Only schedules given by name are cut, and only if no search finds their order.
 
     Args:
-        names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
+        names: names of built-in schedules, files, functions FILE.py:NAME, tables, or recipes.
         cutting: number of slices, and how their lengths are chosen.
     """
 

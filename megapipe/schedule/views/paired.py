@@ -46,7 +46,7 @@ def paired_table(
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
-        names: names of the catalogue.
+        names: names of built-in schedules.
         progress: called with the fraction of the work done, 0 to 1, and the name of the next
             schedule.
     """
@@ -73,7 +73,7 @@ def paired_table(
 
 
 def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[str]:
-    """Return lines on a table's pairs, on the table without them, and on the lower bound.
+    """Return lines that compare a table with overlapped pairs to one without, and to a bound.
 
     Args:
         made: the table with overlapped pairs.

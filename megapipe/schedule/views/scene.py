@@ -61,14 +61,15 @@ class Track:
 
 @dataclass(frozen=True)
 class Scene:
-    """A table with its timeline under given costs, as pictures need it.
+    """A table with its simulated times under given costs, as pictures need it.
 
-    `kinds` returns the kinds of pass for the legend. `chunk` returns each stage's index among those
-    of its rank, `fill` the colours of passes, and `curves` the memory of each rank over time.
+    `kinds` returns the kinds of pass for the legend. `chunk` returns each stage's index among the
+    stages of its rank, `fill` the colours of passes, and `curves` the memory of each rank over
+    time.
 
     Attributes:
         schedule: the table.
-        time: its timeline.
+        time: the simulated times and memory.
         tracks: for each rank its compute stream, the arithmetic and the communication within its
             passes if they have any, then its other streams.
     """

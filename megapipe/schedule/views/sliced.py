@@ -24,7 +24,7 @@ _EFFORT = 4.0
 
 
 def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
-    """Return the most keys and values that a rank holds: (without, with their gradients).
+    """Return the most keys and values that a rank holds: (alone, together with their gradients).
 
     The unit is the keys and values of one microbatch on one stage.
     """
@@ -70,7 +70,7 @@ def references(
     empty.
 
     Args:
-        name: a name of the catalogue, a file, or FILE.py:NAME.
+        name: name of a built-in schedule, a file, or FILE.py:NAME.
         ranks, microbatches: the size; a file has its own, and needs neither.
         cutting: number of slices, how their lengths are chosen, and number of documents.
         chunks: stages on each rank; None for the schedule's default.
@@ -138,7 +138,7 @@ def in_slices(
     """Return the `Recipe` that makes a schedule with its microbatches cut into slices.
 
     Args:
-        name: a name of the catalogue, a file, or FILE.py:NAME.
+        name: name of a built-in schedule, a file, or FILE.py:NAME.
         ranks, microbatches: the size; a file has its own, and needs neither.
         cutting: number of slices, how their lengths are chosen, and number of documents.
         chunks: stages on each rank; None for the schedule's default.

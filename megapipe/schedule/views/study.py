@@ -154,7 +154,7 @@ def study(
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
-        names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
+        names: names of built-in schedules, files, functions FILE.py:NAME, tables, or recipes.
         effort: about the seconds to spend on each search.
         progress: called with the fraction of the work done and the next schedule.
         slices: how to cut microbatches into slices, for additional rows; None for no such rows.

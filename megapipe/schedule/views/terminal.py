@@ -144,7 +144,7 @@ class _Pen:
         return " " if self.fill else "."
 
     def step(self, step: Sequence[Pass], columns: int) -> str:
-        """Return a step in `columns` characters: a pass, or two passes of a pair joined by "&"."""
+        """Return a step in `columns` characters: a pass, or two overlapped passes joined by "&"."""
         if len(step) == 1:
             return self.cell(step[0], columns)
         # The ampersand is a column of the forward's half, so that a pair keeps its width.

@@ -87,7 +87,7 @@ def _differing(axis_name: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Ite
     """Yield a line for each tensor that differs between ranks of an axis. Collective over it.
 
     Args:
-        axis_name: its name in the lines, such as data-parallel.
+        axis_name: the name of the axis in the lines, such as data-parallel.
         axis: the ranks.
         tensors: the tensors by name.
     """

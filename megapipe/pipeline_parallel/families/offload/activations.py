@@ -40,11 +40,11 @@ class _Slot:
 
     Attributes:
         storage: the storage; None while it is on the host.
-        size: its size in bytes.
-        held: the counter of bytes on the device, to which its size is added.
-        goes: whether it may be offloaded, because a module in --offload-modules saved it.
-        stays: whether it is the stage's output, which cannot be offloaded.
-        buffer: its copy on the host; None while there is none.
+        size: the storage's size in bytes.
+        held: the counter of bytes on the device, to which the size is added.
+        goes: whether the storage may be offloaded, because a module in --offload-modules saved it.
+        stays: whether the storage is the stage's output, which cannot be offloaded.
+        buffer: the copy on the host; None while there is none.
     """
 
     storage: torch.UntypedStorage | None
@@ -64,7 +64,7 @@ class _Slot:
 
 
 class _View(NamedTuple):
-    """A saved tensor, described as a view of a slot's storage.
+    """A saved tensor, described as a view of a storage, which may be on the host.
 
     `of` makes the description, and `tensor` makes the tensor from it.
 
@@ -82,7 +82,7 @@ class _View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, slot: _Slot) -> Self:
-        """Return the description of a tensor, whose storage is that in the slot."""
+        """Return the description of a tensor, whose storage is in `slot`."""
         offset = int(tensor.storage_offset())
         return cls(slot, tensor.dtype, tensor.device, tensor.size(), tensor.stride(), offset)
 
@@ -264,7 +264,7 @@ class Activations(OfStage):
         self.held.add(count * size.input)
 
     def offload(self, microbatch: int) -> Copy:
-        """Begin O: copy a microbatch's storages to the host. Return the copies as one."""
+        """Begin O: copy a microbatch's storages to the host. Return all copies as one `Copy`."""
         kept = self._kept[microbatch]
         host = self.host
         self._to_go.discard(microbatch)
@@ -303,7 +303,7 @@ class Activations(OfStage):
         return chosen
 
     def load(self, microbatch: int) -> Copy:
-        """Begin L: copy a microbatch's storages back to the device. Return the copies as one."""
+        """Begin L: copy a microbatch's storages back. Return all copies as one `Copy`."""
         kept = self._kept[microbatch]
         host = self.host
         # The keys that went with this slice come back with it: no earlier backward reads them.
@@ -345,7 +345,7 @@ class Activations(OfStage):
 
 
 def _alone(storage: torch.UntypedStorage) -> bool:
-    """Return whether a slot has the only reference to the storage."""
+    """Return whether there is only one reference to a storage, the one by which we hold it."""
     return torch._C._storage_Use_Count(storage._cdata) == 1
 
 

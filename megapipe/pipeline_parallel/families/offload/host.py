@@ -51,7 +51,7 @@ class Buffer(NamedTuple):
     """A buffer on the host.
 
     Attributes:
-        bytes: its memory.
+        bytes: the memory.
         read: the last copy that reads it, as `CopyLane.begin` returned it; None if there is none.
     """
 
@@ -125,7 +125,7 @@ class Host:
     def take(self, size: int) -> Buffer:
         """Return a buffer of at least `size` bytes.
 
-        It is the smallest free one of at most twice the size, or else a new one.
+        The smallest free buffer of at most twice the size is returned, or else a new one.
         """
         size = size_class(size)
         fitting = [free for free in self._free if size <= free <= 2 * size and self._free[free]]

@@ -197,7 +197,8 @@ def _rows(module: nn.Module, name: str) -> VocabularyRows:
 def _main_grad(weight: nn.Parameter) -> Tensor:
     """Return the tensor to which a weight's gradients are added.
 
-    It is main_grad, or .grad (made here if it is None) where no optimizer has made main_grad.
+    That is main_grad, or .grad where no optimizer has made main_grad; .grad is made here if it is
+    None.
     """
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is not None:

@@ -69,7 +69,7 @@ class Solved:
 
 
 def tables(ranks: int, microbatches: int, costs: Costs) -> list[Schedule]:
-    """Return the table of each catalogue schedule that exists for these ranks and microbatches.
+    """Return the table of each built-in schedule that exists for these ranks and microbatches.
 
     Schedules with two copies of the weights or with overlapped pairs are left out.
 
@@ -96,7 +96,7 @@ class _Answer:
     `rank` is the value by which candidates are sorted, best first.
 
     Attributes:
-        table: the table for which the choices are.
+        table: the table before these choices.
         choices: {(stage, microbatch or slice): offload or recompute}.
         weight: time and memory of the table with the choices.
     """

@@ -36,7 +36,7 @@ _KINDS = (*LAYERS, Kind.R, Kind.O, Kind.L)
 class Verb(StrEnum):
     """A choice for activations of one stage and microbatch between forward and backward.
 
-    They are held on the device, offloaded to the host, or recomputed.
+    The activations are held on the device, offloaded to the host, or recomputed.
     """
 
     HOLD = "hold"
@@ -98,7 +98,7 @@ def places(plain: Schedule) -> list[Place]:
 
 
 def forward_of(plain: Schedule, place: Place) -> Pass:
-    """Return the forward of a place.
+    """Return the forward of a place, a stage with a microbatch or slice.
 
     `plain` is the table without offload and recomputation.
 
@@ -215,7 +215,7 @@ class _Places:
             self.by_part[part] = costs.of_slice(plain.cuts, part)
 
     def near(self, step: Callable[[int], int | None]) -> list[int]:
-        """Return, for each place, the place of its microbatch on a neighbouring stage; -1 if none.
+        """Return, for each place, the same microbatch's place on a neighbouring stage; -1 if none.
 
         Args:
             step: takes a stage and returns its neighbour; None if it has none.

@@ -178,8 +178,8 @@ def _moved_tables(
 def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
     """Return the most memory of full weights and gradients that each rank can hold at once.
 
-    If `way` allows two stages at a time, it is the memory of the two largest. One more gradient,
-    which is being reduced, is added. The rank's shards are not counted.
+    If `way` allows two stages at a time, these are the two largest stages and one more gradient,
+    which is being reduced. The rank's shards are not counted.
 
     Args:
         way: number of stages with full weights and gradients at a time.

@@ -48,7 +48,7 @@ class StepPasses:
     def around(self, table: Schedule, costs: Costs) -> Schedule:
         """Return the table with these passes added, except a G or A that it has already.
 
-        An update that is validated does not wait for other ranks.
+        With `validate`, updates do not wait for other ranks.
 
         Args:
             costs: costs that decide where reductions stand in the rows.

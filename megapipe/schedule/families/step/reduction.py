@@ -83,7 +83,7 @@ def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
 def exposed(schedule: Schedule, costs: Costs) -> float:
     """Return how much longer data-parallel communication makes the step.
 
-    It is the makespan with these collectives minus the makespan without them, in the time unit of
+    This is the makespan with these collectives minus the makespan without them, in the time unit of
     the costs.
     """
     # The difference of two simulations, because a collective may delay passes of other ranks.

@@ -14,7 +14,7 @@ from random import Random
 
 @dataclass(frozen=True)
 class Manner:
-    """A policy by which ranks choose which pass to run next, and in which overlapped pair.
+    """A policy by which ranks choose which pass to run next, and together with which other pass.
 
     A pass is ready when it has its inputs.
 

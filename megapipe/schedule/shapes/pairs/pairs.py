@@ -100,12 +100,12 @@ def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def limits_in_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> list[float]:
-    """Return the most activation that each rank may hold in a table with pairs.
+    """Return the most activation that each rank may hold in a table with overlapped pairs.
 
     Args:
         schedule: the table without pairs.
-        memory: the limit of every rank, in the unit of the costs; None takes what pairs need, or
-            what the table holds if that is more.
+        memory: the limit of every rank, in the unit of the costs. None takes the memory that
+            overlapped pairs need, or the table's own if that is more.
     """
     asked = held_in_pairs(schedule, costs)
     if memory is not None:
@@ -136,7 +136,7 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
 
 
 def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float) -> str:
-    """Return a sentence that says why pairs do not help, and with how much memory they would.
+    """Return a sentence: why overlapped pairs do not help, and with how much memory they would.
 
     Args:
         limits: limit on each rank's activation.

@@ -82,11 +82,11 @@ class _Row:
     """The state of a rank during the simulation.
 
     Attributes:
-        forwards, backwards: its forwards and backwards to come, in their order.
+        forwards, backwards: the rank's forwards and backwards to come, in their order.
         room: memory left, in the unit of the costs.
         owed: W that are pending because their B has run.
-        free: when its last step ends.
-        out: the steps that it has run.
+        free: when the rank's last step ends.
+        out: the steps that the rank has run.
     """
 
     forwards: list[Pass]
@@ -98,7 +98,7 @@ class _Row:
 
 
 class Play:
-    """A simulation in which ranks choose, by a policy, which passes to run and in which pairs.
+    """A simulation in which ranks choose, by a policy, which passes to run and which two together.
 
     `timed` returns the makespan under a policy, and `run` returns each rank's steps.
 
@@ -181,7 +181,7 @@ class Play:
 
         Args:
             row: the rank's state.
-            rank: its number.
+            rank: the rank's number.
         """
         # Events of one time differ by rounding.
         late = now * (1 + _SMALL) + _SMALL * self.forward
@@ -216,7 +216,7 @@ class Play:
         return None
 
     def _backward(self, row: _Row, b: Pass, late: float) -> Step:
-        """Return a step for a backward without a forward: with a second backward, a W, or alone.
+        """Return a step for a backward: together with a second backward, or with a W, or alone.
 
         Args:
             row: the rank's state.
@@ -257,7 +257,7 @@ class Play:
         return Kind.BW
 
     def _forward(self, row: _Row, f: Pass, late: float) -> Step:
-        """Return a step for a forward without a backward: with another forward, with a W, or alone.
+        """Return a step for a forward: together with another forward, or with a W, or alone.
 
         Args:
             row: the rank's state.
@@ -277,7 +277,7 @@ class Play:
     def _first(
         self, order: list[Pass], late: float, but: Pass | None = None
     ) -> tuple[float, Pass | None]:
-        """Return (arrival time of its input, pass) for the first pass in an order that can run.
+        """Return (when the input arrives, pass) for the first pass in `order` that can run.
 
         Only the first pass of each stage is a candidate. If no input has arrived yet, the pass
         whose input will arrive first is returned; (inf, None) if no arrival is known.
