@@ -50,8 +50,8 @@ class Background:
     All checkpoints of a run have the same files, with the same headers and the same byte position
     of each tensor. Only the values differ. `learn` reads headers and positions from the first
     checkpoint, `fits` returns whether tensors go into these files, and `start` begins a save.
-    `poll` and `news` return how a save has ended, and `finish` waits for it on all ranks. `close`
-    ends the writer.
+    `poll` and `news` return how a save has ended, and `finish` waits for the end on all ranks.
+    `close` ends the writer.
 
     `under_way` is the iteration that is being saved.
 
@@ -227,8 +227,8 @@ class Background:
 
         Args:
             wait: wait for the answer.
-        Returns: (the answer, why none will come). The answer is "" for a complete checkpoint, the
-            text of a problem, or None so far. The second text is "has ended" or similar for a
+        Returns: (answer, failure). The answer is "" for a complete checkpoint, the text of a
+            problem, or None if there is none yet. The failure is "has ended" or similar for a
             writer that is gone or hangs, else "".
         """
         assert self._writer is not None, "a job has a writer"

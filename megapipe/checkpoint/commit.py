@@ -215,7 +215,7 @@ def aside(final: Path, why: str) -> Path:
 
 
 def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Sync files to the disk, and return name -> digest of each.
+    """Sync files to the disk, and return {name: digest} of them.
 
     Args:
         folder: the folder of the files.
@@ -261,8 +261,8 @@ def point_to(root: Path, iteration: int) -> None:
 def read_manifest(folder: Path) -> dict[str, Digest]:
     """Return the digests of a checkpoint's files by name.
 
-    Raises: Damaged if the manifest itself cannot be believed, CheckpointError if this version
-        cannot read it.
+    Raises: Damaged if the manifest itself is damaged, CheckpointError if this version cannot read
+        it.
     """
     path = folder / MANIFEST
     try:
@@ -333,7 +333,7 @@ def verify(folder: Path, files: dict[str, Digest], names: Iterable[str]) -> None
 
     Args:
         files: name -> digest of every file, from the manifest.
-        names: the files to compare; ranks may divide them among each other.
+        names: the files to compare; each rank may compare some of the files.
     """
     problems = []
     for name in names:

@@ -75,8 +75,8 @@ class Lock:
     Args:
         root: the folder.
         beat_s: seconds between two touches of the file.
-        timeout_s: an owner on another machine counts as dead if it does not touch the file for so
-            many seconds.
+        timeout_s: seconds without a touch of the file after which an owner on another machine
+            counts as dead.
     Attributes:
         path: the file that names the owner.
         took_over: a sentence on a dead run that had the folder before; empty if there was none.
@@ -127,7 +127,7 @@ class Lock:
         return True
 
     def _remove(self, owner: dict[str, Any], root: Path) -> None:
-        """Remove the file of a dead owner, unless another process has replaced it meanwhile.
+        """Remove the file of a dead owner, unless another process has replaced the file meanwhile.
 
         Args:
             owner: the dead owner, as the file names it.
@@ -179,7 +179,7 @@ def _put(draft: Path, path: Path) -> None:
 
 @contextmanager
 def _in_turn(root: Path) -> Iterator[None]:
-    """Let one process at a time run the block, if the file system has locks.
+    """Return a context that one process at a time may enter, if the file system has locks.
 
     Args:
         root: the folder whose lock is taken.
@@ -246,8 +246,8 @@ def _myself() -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the owner that a file names, such as {"host": "a", "pid": 71}; None without a file.
 
-    `_myself` says which keys there are. For a damaged file the values are `_NOBODY`, which equals
-    no process.
+    The keys are the ones of `_myself`. For a damaged file the values are `_NOBODY`, which equals no
+    process.
     """
     try:
         owner: dict[str, Any] = json.loads(path.read_text())

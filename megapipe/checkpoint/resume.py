@@ -52,7 +52,7 @@ _ROTARY = (
 def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
     """Return the settings of the learning-rate curve and of the weight decay, by name.
 
-    A checkpoint's state.json has this dict; Megatron-LM's is opt_param_scheduler.
+    A checkpoint's state.json has this dict under the key opt_param_scheduler.
 
     Args:
         config: the flags of this run.
@@ -123,10 +123,10 @@ def changed_settings(
 
 
 def _other_contents(contents: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """Return name of a flag -> a text, for each flag whose files have other contents than before.
+    """Return {flag: text} for each flag whose files have other contents than before.
 
     Args:
-        contents: the saved digests of data and tokenizer, by flag.
+        contents: {flag: digest of its files} of data and tokenizer, as saved.
         here: the same digests of this run.
     """
     changed = {

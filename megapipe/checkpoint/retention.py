@@ -71,9 +71,9 @@ def retain(newest: Path, keep: Keep) -> list[int]:
 
 
 def others(config: CheckpointConfig, own: Sequence[int]) -> str:
-    """Return a line for the user: which checkpoints of earlier runs are in --save, and their fate.
+    """Return a line: which checkpoints of earlier runs are in --save, and whether they are removed.
 
-    Empty if there are none, or if no flag removes any checkpoint.
+    The line is empty if there are none, or if no flag removes any checkpoint.
 
     Args:
         config: the checkpoint flags.

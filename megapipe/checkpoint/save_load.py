@@ -41,7 +41,7 @@ class LoadedState:
         iteration: steps so far.
         consumed_train_samples: samples that were trained on.
         consumed_valid_samples: samples that evaluations have read.
-        state: the argument `state` of the `save_checkpoint` that wrote the checkpoint.
+        state: the other state of the run, which `save_checkpoint` was given as `state`.
         schedule: the checkpoint's learning-rate curve under
             --use-checkpoint-opt_param-scheduler; None for the curve of this run's flags.
         other: a text for each setting that this run has changed, from `resume.changed_settings`.
@@ -110,12 +110,12 @@ def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
 
 
 def refuse_load(folder: Path, config: Config, contents: Mapping[str, str]) -> None:
-    """Make the checks of settings of `load_checkpoint` without a model. Files are not verified.
+    """Check, without a model, that this run's settings can continue from a checkpoint.
 
     Args:
         folder: the checkpoint.
         config: the flags of this run.
-        contents: digests of this run's data and tokenizer, see `ranks.contents`.
+        contents: {name: digest} of this run's data and tokenizer files.
     Raises: CheckpointError if the run could not continue from the checkpoint.
     """
     try:
@@ -242,9 +242,9 @@ def load_checkpoint(
         stages: this rank's stages.
         optimizer: None to load the weights alone, as --finetune and --no-load-optim do.
         config: the flags of this run.
-        checked: the files have been compared with the manifest.
-        contents: digests of this run's data and tokenizer, see `ranks.contents`, to be compared
-            with the saved ones; None to compare nothing.
+        checked: whether the files have been compared with the manifest already.
+        contents: {name: digest} of this run's data and tokenizer files, to be compared with the
+            saved digests; None to compare nothing.
     Raises: CheckpointError on all ranks for damage, another model or other learning-rate settings.
         Nothing is changed then.
     """

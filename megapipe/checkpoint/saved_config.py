@@ -28,12 +28,12 @@ def saved_config(folder: Path) -> Config:
     """Return the flags of the run that wrote a checkpoint.
 
     A flag that is not in the checkpoint, which an older version may have written, has its default.
-    A field that this version does not know is left out. `model_provider` is None, as no
-    checkpoint may name code to run, see `require_provider`. Layers and attention are of plain
-    torch, as the kernels of the run may not be here.
+    A field that this version does not know is left out. `model_provider` is None, because no
+    checkpoint may name code to run. Layers and attention are of plain torch, because the kernels of
+    the run may not be here.
 
-    Raises: CheckpointError if its state.json cannot be read, was changed, or has values that no
-        flag takes.
+    Raises: CheckpointError if state.json cannot be read, was changed, or has values that no flag
+        takes.
     """
     saved = _read(folder)
     try:
@@ -51,7 +51,7 @@ def saved_config(folder: Path) -> Config:
 def saved_provider(folder: Path) -> str | None:
     """Return the --model-provider of the run that wrote a checkpoint.
 
-    It is quoted for a shell, to be shown and never imported. None if megapipe's own GPT was
+    The value is quoted for a shell, to be shown and never imported. None if megapipe's own GPT was
     trained.
     """
     try:

@@ -44,7 +44,7 @@ from megapipe.optim.optimizer import Optimizer
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """A writer of safetensors files for torch's distributed checkpoint; it remembers their names.
+    """A writer of safetensors files for torch's distributed checkpoint. It remembers file names.
 
     torch calls `write_data` on every rank, and `finish` on the first one.
 
@@ -69,7 +69,7 @@ class ShardWriter(HuggingFaceStorageWriter):
 def whole_weights(optimizer: Optimizer | None) -> AbstractContextManager[None]:
     """Return a context in which this rank's weights are gathered.
 
-    Outside of it a rank may have only shards of its weights, as in FSDP.
+    Outside of the context a rank may have only shards of its weights, as in FSDP.
 
     Args:
         optimizer: gathers the shards; None if nothing is trained, so that nothing is sharded.
@@ -97,7 +97,7 @@ def write(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> ShardW
 def read(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> None:
     """Read a checkpoint into `tensors` in place. Collective.
 
-    `compare` must have found all of them in the folder.
+    `compare` must have found all these tensors in the folder.
     """
     reader = HuggingFaceStorageReader(str(folder))
     _call(load, folder, tensors, storage_reader=reader, no_dist=mesh.device_mesh is None)
@@ -128,7 +128,7 @@ def tensors_of(
 
     Args:
         stages: this rank's stages.
-        held: {kind: {parameter's name: state}} of the optimizer; empty to leave it out.
+        held: {kind of optimizer state: {parameter's name: tensor}}; empty to leave the state out.
     """
     params = dict(pair for stage in stages for pair in (*saved_tensors(stage), *histories(stage)))
     layouts = {name: layout_of(param) for name, param in params.items()}

@@ -37,12 +37,12 @@ class Job(TypedDict):
     """One save of one rank, which the rank sends to its writer.
 
     Attributes:
-        folder: the temporary folder to write; it gets its final name once all ranks have written.
+        folder: the temporary folder to write, which is renamed once all ranks have written.
         iteration: the checkpoint's iteration.
         rank: the global rank.
         ranks: number of ranks.
-        files: name of a safetensors file -> (offset in the shared memory, size), in bytes.
-        texts: name of a text file, such as state.json -> content; empty except on rank 0.
+        files: {name of a safetensors file: (offset in the shared memory, size)}, in bytes.
+        texts: {name of a text file, such as state.json: content}; empty except on rank 0.
         keep: which checkpoints stay after the save: (--save-retain-interval, --save-keep-last,
             iterations that may be removed).
     """

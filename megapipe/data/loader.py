@@ -199,7 +199,7 @@ class SampleOrder:
         micro_batch_size: b.
         data_parallel_rank: r.
         data_parallel_size: dp.
-        kind: "single" or "cyclic", see above.
+        kind: "single" (samples in order) or "cyclic" (a new permutation in each epoch).
         sharded: for "cyclic", rank r permutes the r-th of dp equal parts of the dataset. Otherwise
             all samples are permuted together, and rank r reads every dp-th of them.
         wraps: for "single", start again at sample 0 after the last sample.

@@ -121,8 +121,8 @@ class Axis:
         shared: faster transfer between CPU ranks of one host, if there is one.
         links: for a pipeline over NCCL, communicators for messages between neighbours in one
             direction.
-        expert_axes: on the tensor-parallel axis, the experts' axes by their names "etp", "ep" and
-            "experts" (see `ProcessMesh`); empty on other axes.
+        expert_axes: on the tensor-parallel axis, {"etp", "ep" and "experts": the axis of the
+            experts with this name}; empty on other axes.
     """
 
     rank: int = 0
@@ -135,7 +135,7 @@ class Axis:
     expert_axes: Mapping[str, Axis] = field(default_factory=dict, compare=False)
 
     def named(self, name: str) -> Axis:
-        """Return the axis called "tp", "etp", "ep" or "experts". Call it on the axis tp.
+        """Return the axis called "tp", "etp", "ep" or "experts". `self` must be the axis tp.
 
         "tp" is this axis itself. If `expert_axes` is empty, experts are split like all other
         parameters: "etp" and "experts" are this axis too, and "ep" is an axis of size 1.
@@ -179,8 +179,9 @@ class Axis:
         """Start `all_gather` and return at once. x must not change before the result's `wait`.
 
         Args:
-            into: [size * n, ...], the tensor for the result; None for a new one. x may be this
-                rank's slice of `into`: then a GPU writes to `into`, and a CPU to a new tensor.
+            into: [size * n, ...], the tensor for the result; None for a new one. If x is this
+                rank's slice of `into`, a GPU writes to `into` all the same, and a CPU to a new
+                tensor.
         """
         if self.size == 1:
             return Pending(x)
@@ -196,9 +197,8 @@ class Axis:
         """Start `reduce_scatter` and return at once. x must not change before the result's `wait`.
 
         Args:
-            into: [n, ...], the tensor for the result; None for a new one. `into` may be this rank's
-                slice of x: then a GPU writes to `into`, for which NCCL needs no further memory, and
-                a CPU to a new tensor.
+            into: [n, ...], the tensor for the result; None for a new one. If `into` is this rank's
+                slice of x, a GPU writes to `into` all the same, and a CPU to a new tensor.
         """
         if self.size == 1:
             return Pending(x)
@@ -218,7 +218,7 @@ class Axis:
         """Start to send x to the next rank of the ring, and to receive the previous rank's x.
 
         Args:
-            channel: a tag; shifts that are under way at the same time need different ones. All
+            channel: a tag. Shifts that are under way at the same time need different tags. All
                 ranks must start these shifts in the same order.
             into: the tensor to receive into, with the shape and type of x; None for a new one.
         """

@@ -27,8 +27,8 @@ _M_MMAP_THRESHOLD = -3
 def has_cuda() -> bool:
     """Return whether torch can use one GPU for each rank of this machine, as NCCL needs.
 
-    A process that sees a single GPU is taken to own it: schedulers that give each task a GPU hide
-    the other tasks' GPUs.
+    A process that sees a single GPU is assumed to be its only user: schedulers that give each task
+    a GPU hide the other GPUs.
     """
     gpus = _num_gpus()
     return gpus == 1 or gpus >= max(1, _ranks_here())
@@ -162,7 +162,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function for another thread: within `with function():` it uses this CUDA stream."""
+    """Return a function f for another thread, which uses this CUDA stream in `with f():`."""
     if device.type != "cuda":
         return nullcontext
     stream = torch.cuda.current_stream(device)
@@ -374,7 +374,7 @@ class Gauge:
     """A counter of the bytes that all stages of a rank use for one purpose. `add` changes it.
 
     Attributes:
-        bytes: the number in use now.
+        bytes: the number of bytes in use now.
         peak: the largest number so far.
     """
 

@@ -139,9 +139,9 @@ def links_of(parallel: ParallelConfig) -> int:
 def num_links(size: int) -> int:
     """Return the number of one-directional communicators that a ring of `size` ranks needs.
 
-    NCCL runs the calls on one communicator one after another. A receive whose sender is late would
-    hold up every message after it. With a communicator for each neighbour and direction, it holds
-    up only receives from the same neighbour, and can be posted early.
+    NCCL runs the calls on one communicator one after another, so a receive whose sender is late
+    holds up every message after it. With a communicator for each neighbour and direction, such a
+    receive only holds up receives from the same neighbour. So receives can be posted early.
     """
     if size == 1:
         return 0

@@ -69,7 +69,7 @@ class Layout:
         return found
 
     def pieces(self, tp: Axis) -> dict[int, tuple[int, int]]:
-        """Return {split dimension of `full`: (i, n)}: the local tensor is piece i of n equal ones.
+        """Return {split dimension of `full`: (i, n)}: this rank has piece i of n equal ones.
 
         Args:
             tp: the tensor-parallel axis, which also has the experts' axes.

@@ -162,7 +162,7 @@ def get_expert_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> Group | None:
-    """X"""
+    """Return the group of the ranks with equal experts. with_gtp_remat has no effect."""
     _one_instance(partial_expert_data_parallel)
     return _group(lambda mesh: mesh.edp, check_initialized)
 

@@ -286,7 +286,7 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
 
 
 def _old_names(given: Given, others: list[tuple[str, list[str]]]) -> Iterator[str]:
-    """Replace old names of flags in `others` by flags of megapipe in `given`, see OLD_NAMES.
+    """Replace old names of flags in `others` by flags of megapipe in `given`.
 
     Yields: an error for each old name with a wrong number of values. For some old names also an
         error if the flag that replaces them is given too.

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     Attributes:
         plain: (output of the MLP's first layer, configuration, learned scalars) -> input of the
             last layer, in torch's operations.
-        again: True if backward runs `plain` again, because autograd would keep more than its input.
+        again: True if backward runs `plain` again, because autograd would keep more than the input.
         own: the same function of the first layer's output alone, with a derivative written by hand;
             None if there is only `plain`.
     """
@@ -112,7 +112,7 @@ def function_of(config: ModelConfig) -> Callable[..., Tensor]:
 
 
 def activate(x: Tensor, config: ModelConfig, *scalars: Tensor) -> Tensor:
-    """Apply the configured activation, and keep nothing but its arguments for backward.
+    """Apply the configured activation, and keep only the arguments for backward.
 
     Args:
         x: [..., ffn], the output of the MLP's first layer; [..., 2 ffn] for a gated MLP.

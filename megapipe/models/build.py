@@ -37,15 +37,16 @@ def _global_generator() -> Lock:
 def build_stage(
     provider: StageProvider, model: ModelConfig, span: LayerSpan, tp: Axis, seed: int
 ) -> nn.Module:
-    """Return the provider's stage with its initial values, on the device of tp.
+    """Return a stage that the provider builds, with initial values, on the device of tp.
 
     Args:
         provider: (config, span, tp) -> the stage.
         model: the model's configuration. span: the layers of the stage.
-        tp: the tensor-parallel axis. seed: of all initial values.
-    Raises: ConfigError if a layer that is built as a stage of its own lacks a parameter of this
-        stage, or has it in another shape. Parameters without a `Layout` get the values of that
-        layer.
+        tp: the tensor-parallel axis. seed: the seed of all initial values.
+    Each layer is also built as a stage of its own, and gives its values to parameters without a
+        `Layout`. So initial values do not depend on the split into stages.
+    Raises: ConfigError if a layer that is built alone lacks a parameter of this stage, or has it in
+        another shape.
     """
     # The fork restores torch's generator afterwards: a user's own draws do not depend on the model.
     with _global_generator(), torch.random.fork_rng(devices=[]):

@@ -216,7 +216,7 @@ def _norm_backward(
 class _AddNormed(torch.autograd.Function):
     """(x, delta) -> (x + delta, norm(x + delta)).
 
-    Both outputs have gradients with respect to the sum; backward adds the two in its kernel.
+    Both outputs have a gradient with respect to the sum; the backward kernel adds the two.
     """
 
     @staticmethod

@@ -105,8 +105,8 @@ class Embedding(nn.Module):
 
         Args:
             tokens, position_ids: [b, s/c], this context-parallel rank's tokens.
-            looked_up: [s, b, h], the word embeddings found by the vocabulary's shares, not yet
-                summed over tp; None to look the tokens up here.
+            looked_up: [s, b, h], the word embeddings if the vocabulary is split over the pipeline,
+                not yet summed over tp; None to look the tokens up here.
         Returns: [s/c, b, h]; under sequence parallelism [s/(c t), b, h].
         """
         tp = self.shares_sequence
@@ -212,7 +212,7 @@ class Depth(nn.Module):
 
     @property
     def head(self) -> ColumnParallelLinear | None:
-        """The output head; None where all ranks share the vocabulary."""
+        """The output head; None if the vocabulary is split over the ranks."""
         head = self.heads[self.number] if self.heads else None
         assert head is None or isinstance(head, ColumnParallelLinear)
         return head
@@ -314,7 +314,7 @@ class GPTModel(nn.Module):
     def set_input_tensor(self, x: Tensor | None) -> None:
         """Set the input of the next forward: the output [s, b, h] of the stage before, or None.
 
-        The name is Megatron-LM's. Stages without an embedding need it.
+        The method has Megatron-LM's name. Stages without an embedding need an input.
         """
         self._input = x
 

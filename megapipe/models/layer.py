@@ -115,12 +115,13 @@ class TransformerLayer(nn.Module):
         half: Callable[[Tensor], Tensor],
         site: str,
     ) -> tuple[Tensor, Tensor]:
-        """Return (x + delta, dropout(after(half(before(x + delta))))); the caller adds these two.
+        """Return (x + delta, dropout(after(half(before(x + delta))))); the caller adds the two.
 
         The sum is left to the next norm, so that a GPU computes both in one kernel.
 
         Args:
-            delta: output of the half before, not yet added to x; None at the start of a layer.
+            delta: output of the half (attention or MLP) before, not yet added to x; None at the
+                start of a layer.
             norms: the norms before and after this half; None for the identity.
             half: attention or MLP.
             site: the place in the layer, which seeds the dropout mask.
@@ -151,7 +152,7 @@ class TransformerLayer(nn.Module):
 def name_modules(stage: nn.Module) -> int:
     """Label the parts of every TransformerLayer with Megatron-LM's module names.
 
-    Hooks on saved tensors read the label of the part that runs, see tensor_parallel.saving.
+    Hooks on saved tensors read the label of the part that runs.
 
     Returns: the number of TransformerLayers in the stage.
     """

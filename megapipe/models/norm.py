@@ -20,7 +20,8 @@ class Norm(nn.Module):
     `add_and_norm` adds a tensor before it normalises.
 
     Args:
-        X of weight and bias must then be summed over tensor parallelism.
+        sum_over_tp: True if a rank normalises only some of the vectors: its heads or its tokens.
+        The gradients of weight and bias must then be summed over tensor parallelism.
     """
 
     def __init__(self, config: ModelConfig, size: int, *, sum_over_tp: bool = False) -> None:

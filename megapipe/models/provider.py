@@ -27,7 +27,7 @@ FLAG = "--model-provider"
 
 
 def gpt_provider(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
-    """Build a stage of megapipe's own GPT, the layers and ends that `span` names, split over tp."""
+    """Build a stage of megapipe's own GPT, with the layers, embedding and loss of `span`."""
     return GPTModel(config, span, tp)
 
 

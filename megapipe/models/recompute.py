@@ -76,8 +76,8 @@ _recompute: Callable[..., Tensor] = _Recompute.apply
 def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return function(*inputs), saving only the inputs for backward.
 
-    Costs a second forward. It is a plain call if no input needs a gradient, or if recomputation is
-    switched off for the running microbatch.
+    Costs a second forward. The function is called plainly if no input needs a gradient, or if
+    recomputation is switched off for the running microbatch.
 
     Args:
         function: must return the same when called again. Parameters that it uses get gradients.

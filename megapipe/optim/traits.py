@@ -51,10 +51,12 @@ def traits_of(flags: OptimizerConfig) -> Traits:
 def split_problem(
     flags: OptimizerConfig, elementwise: bool, by: str = "--use-distributed-optimizer"
 ) -> str | None:
-    """Return an error text if ZeRO-1 would split parameters that a rule needs in full, else None.
+    """Return an error text if ZeRO-1 would split parameters that an optimizer needs whole.
+
+    Returns None if there is no such problem.
 
     Args:
-        elementwise: whether the rule allows ZeRO-1 to split parameters.
+        elementwise: whether the optimizer allows ZeRO-1 to split parameters.
         by: the flag that asks for ZeRO-1.
     """
     if elementwise:

@@ -47,7 +47,7 @@ class Dependencies:
         A pass that `item` needs is returned even if the table lacks it, so that errors can name it.
 
         Args:
-            beyond: leave out passes of `item`'s own microbatch, see `is_beyond`.
+            beyond: leave out passes of `item`'s own microbatch.
         """
         makers: list[Pass] = []
         for need in self._schedule.needs[item.kind]:
@@ -59,7 +59,7 @@ class Dependencies:
         return makers
 
     def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
-        """Return {pass: passes it waits for that are not of its own microbatch}, see `is_beyond`.
+        """Return {pass: passes that it waits for and that are not of its own microbatch}.
 
         Passes that wait only for passes of their own microbatch are left out.
         """

@@ -140,7 +140,7 @@ class Placement:
     def needed(self, stage: int, need: Need) -> tuple[int, ...]:
         """Return the stages that produce what `need` names, for a pass of `stage`.
 
-        It is () if the need does not apply to this stage, see `Need.at`.
+        The result is () if the need does not apply to this stage.
         """
         # Such as the loss: a backward needs it at the last stage, not at the others.
         if need.at is not None and stage not in self.meant(stage, need.at):

@@ -55,7 +55,7 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: h.
         sequence_parallel: the output has this rank's tokens only; the sequence is the first
             dimension of the ids.
-        init_std: standard deviation of the initial weight; None for a uniform one, see Layout.
+        init_std: standard deviation of the initial weight; None for a uniform distribution.
         tied_to: global name of the parameter that this weight repeats, or None.
     """
 

@@ -176,7 +176,7 @@ def with_block(
         logits: [n, block].
         highest: [n], the maximum of the logits so far; may be overwritten.
         total: [n], the sum of exp(logit - highest) so far; may be overwritten.
-        space: memory for a block, see `space_of`.
+        space: memory for a block, from `space_of`.
     Returns: (highest, total) with this block, [n] each.
     """
     if is_fused(logits):
@@ -211,7 +211,7 @@ def to_gradient_(
         scale: [n], gradient of each token's loss.
         labels: [n], counted from the block's first token id; a number outside of 0..block-1 is a
             label in another block.
-        space: memory for a block, see `space_of`.
+        space: memory for a block, from `space_of`.
         cap: c, if the logits are cap(x) = c tanh(x / c). Then the result is the gradient of x. None
             if the logits have no cap.
     """

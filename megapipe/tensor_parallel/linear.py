@@ -151,7 +151,7 @@ def bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
 
     Args:
         bias: [n].
-        grad: [..., n], the gradient of the sum with the bias.
+        grad: [..., n], the gradient of the layer's output.
     Returns: None; if the bias has no main_grad, the gradient for autograd.
     """
     rows = grad.reshape(-1, grad.shape[-1])

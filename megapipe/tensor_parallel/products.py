@@ -33,8 +33,8 @@ _ONEDNN_FROM = 1 << 20
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, outside of autograd.
 
-    The gradients of a linear layer are such products, too: linear(dy, weight.t()) is the input's,
-    and linear(dy.t(), x.t()) is the weight's, for dy [n, out] and x [n, in].
+    The gradients of a linear layer are such products, too: linear(dy, weight.t()) is the gradient
+    of the input, and linear(dy.t(), x.t()) of the weight, for dy [n, out] and x [n, in].
 
     Args:
         x: [..., in]. weight: [out, in], of any strides. bias: [out] or None.

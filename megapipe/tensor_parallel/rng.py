@@ -181,7 +181,7 @@ def draws(
 ) -> Tensor:
     """Draw a uniform number in [0, 1) for each element of a tensor.
 
-    The seed is made from the current stream (see `current_stream`) and the site.
+    The seed is made from the running microbatch's stream and the site.
 
     Args:
         shape: the shape of this rank's tensor.

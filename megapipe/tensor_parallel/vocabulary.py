@@ -152,7 +152,7 @@ def share_of_loss(
 def size_of_share(tokens: int, hidden: int, dtype: torch.dtype) -> int:
     """Return the number of elements of the message that `share_of_loss` returns.
 
-    tokens: n. hidden: h. dtype: of the hidden states.
+    tokens: n, their number. hidden: h, the hidden size. dtype: the type of the hidden states.
     """
     return tokens * (2 * hidden + 3 * _numbers(dtype))
 
@@ -160,13 +160,13 @@ def size_of_share(tokens: int, hidden: int, dtype: torch.dtype) -> int:
 def size_of_loss(tokens: int, dtype: torch.dtype) -> int:
     """Return the number of elements of the message that `packed_loss` returns.
 
-    tokens: n. dtype: of the message.
+    tokens: n, their number. dtype: the type of the message.
     """
     return tokens * 2 * _numbers(dtype)
 
 
 class Combined(NamedTuple):
-    """The loss over the whole vocabulary, from all shares. In float32.
+    """The loss over the whole vocabulary, from all shares, in float32.
 
     Attributes:
         losses: [n], 0 for a label outside of the vocabulary.

@@ -89,7 +89,7 @@ class WeightGrads:
 
     @contextmanager
     def deferring(self, microbatch: int) -> Iterator[None]:
-        """Return a context for a B pass. Its weight gradients wait for `run(microbatch)`."""
+        """Return a context for a B pass, whose weight gradients wait for `run(microbatch)`."""
         # One list with two names: the running B appends to it, and W finds it by microbatch.
         self._backward.owes = self._owed[microbatch] = []
         try:
@@ -193,7 +193,7 @@ def accumulate_weight_grad(
         grad_output: dy, [..., out].
         x: [..., in].
         owner: the stage's WeightGrads, which may defer the product; None to multiply now.
-        products: the kind of product, see tensor_parallel.products.
+        products: computes the product, quantised or not.
     Returns: None; if the weight has no main_grad, the gradient for autograd.
     """
     dy = grad_output.reshape(-1, grad_output.shape[-1])

@@ -171,7 +171,7 @@ def _sound(
 
 
 def _source(name: Name, rank: int, headers: Sequence[Mapping[Name, object]]) -> int | None:
-    """Return the rank that gives a state to `rank`: itself if it has the state, else the first.
+    """Return the rank that gives a state to `rank`: the first that has it, or `rank` itself.
 
     Args:
         name: the state.

@@ -47,7 +47,7 @@ class Clique:
 
 
 def equal_sets(config: Config) -> Sets:
-    """Return the sets of ranks that have equal weights, as they differ in data parallelism alone.
+    """Return the sets of ranks with equal weights: ranks that differ in data parallelism only.
 
     In a model with experts, ranks of one set also have equal experts.
     """

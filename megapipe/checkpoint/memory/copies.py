@@ -29,7 +29,7 @@ class Name(NamedTuple):
 
     Attributes:
         world: the number of ranks of the run when the state was copied.
-        owner: the global rank whose state it is.
+        owner: the global rank to which the state belongs.
     """
 
     world: int

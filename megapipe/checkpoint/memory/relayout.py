@@ -30,9 +30,9 @@ class Kept:
     """A tensor of a rank's state.
 
     Attributes:
-        tensor: this rank's tensor: a shard, or the whole.
-        filled: for a shard, the elements of the whole flat tensor that data-parallel ranks share,
-            without padding. None if each of these ranks has the whole tensor.
+        tensor: the tensor on this rank: a shard, or the whole tensor.
+        filled: for a shard, number of elements of the whole flat tensor, without padding. None if
+            each data-parallel rank has the whole tensor.
         of_experts: whether the tensor belongs to experts, which fewer ranks share.
     """
 

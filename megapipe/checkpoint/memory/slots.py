@@ -73,7 +73,7 @@ class Slot:
         self.data = whole[HEADER:]
 
     def drop(self) -> None:
-        """Make the slot invalid, before its bytes change."""
+        """Make the slot invalid, before the bytes in it change."""
         self._memory[: _BEGIN.size] = bytes(_BEGIN.size)
 
     def seal(self, header: Mapping[str, Any]) -> None:

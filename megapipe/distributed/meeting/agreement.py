@@ -55,8 +55,8 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
 def taken(store: Store, gpu: str | None) -> dict[str, str]:
     """Return a fact by which `agree` fails if two ranks use one GPU, where NCCL would deadlock.
 
-    The value is "its own" for the first rank that calls this with a GPU, and names the GPU for
-    any later one.
+    The value is "its own" for the first rank that calls this with a GPU. For any later rank with
+    the same GPU, the value names the GPU.
 
     Args:
         store: a store that the ranks share, only for this purpose.
@@ -117,7 +117,7 @@ def _differences(everyone: Mapping[int, Mapping[str, str]], count: int) -> list[
 def _leave_together(store: Store, rank: int, world_size: int) -> None:
     """On rank 0, which may host the store, wait until all ranks have read the facts.
 
-    It waits for GRACE_S seconds at most. Other ranks return at once.
+    Rank 0 waits for GRACE_S seconds at most. Other ranks return at once.
     """
     # The store may live in rank 0's process, which must therefore end last.
     store.add("read", 1)

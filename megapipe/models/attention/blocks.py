@@ -59,12 +59,11 @@ class MaskSpec:
 
     Attributes:
         length: tokens of the whole sequences.
-        stream: the running microbatch: the seed of its random numbers, and which tokens of its
-            sequences are on this rank.
-        window: how many earlier tokens a query attends to, besides itself; None for all.
+        stream: the running microbatch, with the seed of random numbers and the tokens on this rank.
+        window: how many earlier tokens a query attends to, in addition to its own; None for all.
         documents: if given, a query attends only to its own document.
         p: probability of dropout.
-        site: names the layer, and the place in it. Stream and site seed the dropout masks.
+        site: names the layer and this dropout in it. Stream and site seed the dropout masks.
         heads: the ranks that split the heads.
         cap: c if scores are capped to c tanh(score / c); None if they are not.
     """
@@ -241,7 +240,7 @@ def attend(
         mask: which keys each query attends to.
         q: [b, heads, s/c, d], at the positions `queries`.
         kv: keys and values [2, b, groups, m, d], at the positions `held`.
-        sums: updated.
+        sums: the output over the keys so far, which is updated.
     """
     keys, values = map(_pairs, kv)
     for block in mask.blocks(q, queries, held):
@@ -329,7 +328,7 @@ def band(queries: int, keys: int, ahead: int, window: int, device: torch.device)
     Args:
         queries, keys: numbers of queries and keys.
         ahead: query i has the position of key i + ahead.
-        window: how many earlier keys a query attends to, besides its own.
+        window: how many earlier keys a query attends to, in addition to its own.
     Returns: [queries, keys], True where query i attends to key j: 0 <= i + ahead - j <= window.
     """
     rows = torch.arange(queries, device=device)[:, None]
@@ -350,7 +349,7 @@ def _drop(scores: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _within(tokens: range, spans: Tokens) -> Iterator[tuple[range, slice]]:
-    """Yield the overlap of `tokens` with each span, and where it lies in a tensor of these spans.
+    """Yield the overlap of `tokens` with each span, and its rows in a tensor of these spans.
 
     Args:
         tokens: positions in the whole sequence.

@@ -39,7 +39,7 @@ class _Part:
     Attributes:
         cut: the slice, and which of its tokens are on this rank.
         kept: returns keys and values, reloaded from the host if they were moved there.
-        grad: the sum of the gradients from later slices; None before the first.
+        grad: the sum of the gradients from later slices; None before the first gradient.
     """
 
     cut: Cut
@@ -72,7 +72,7 @@ def _parts(mask: MaskSpec) -> dict[int, _Part]:
 def _before(mask: MaskSpec) -> list[_Part]:
     """Return the keys and values of the earlier slices that this slice attends to, in order.
 
-    Empty where microbatches are not cut in slices.
+    The list is empty if microbatches are not cut into slices.
 
     Args:
         mask: the layer's mask, which has the microbatch and its slice.
@@ -89,8 +89,8 @@ def _before(mask: MaskSpec) -> list[_Part]:
 def _is_seen_later(mask: MaskSpec, piece: range) -> bool:
     """Return whether any later slice attends to tokens of one slice.
 
-    False at the end of the sequence, and where every sequence starts a new document after the
-    slice.
+    The result is False at the end of the sequence, and where every sequence starts a new document
+    after the slice.
 
     Args:
         mask: the layer's mask.
@@ -201,11 +201,12 @@ _attention: Callable[..., Tensor] = _Attention.apply
 def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
     """Return the gradient of the sinks [heads] from this rank's queries; None without sinks.
 
-    A sink is a score whose value is 0. With p = exp(sink - lse) its gradient is p (0 - delta),
-    summed over the queries.
+    A sink is one more score of each query, whose value vector is 0. With p = exp(sink - lse) the
+    gradient is p (0 - delta), summed over the queries.
 
     Args:
-        lse, delta: [n, g, s/c, 1], see `differentiate`.
+        lse, delta: [n, g, s/c, 1], the logarithm of the softmax denominator, and the sum over d of
+            output x its gradient.
     """
     if sinks is None:
         return None

@@ -139,7 +139,7 @@ class Attention(nn.Module):
     def _sinks(self, heads: Axis, q: Tensor) -> Tensor | None:
         """Return, for each head of q, the logarithm of an extra term of its softmax denominator.
 
-        None for the plain softmax.
+        The result is None for the plain softmax.
 
         Args:
             heads: the ranks that split the heads.
@@ -265,7 +265,7 @@ class SelfAttention(Attention):
 
 @eager
 def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]:
-    """Return the positions of this rank's tokens in the running pass, and its cut.
+    """Return the positions of this rank's tokens in the running pass, and how sequences are cut.
 
     Args:
         rows: number of tokens of each sequence on this rank, s/c.

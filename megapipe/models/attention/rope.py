@@ -106,7 +106,7 @@ class Rotary:
 
     @staticmethod
     def of_latents(config: ModelConfig) -> Rotary:
-        """Return the rotation of latent attention's rotated channels; pairs are neighbours."""
+        """Return the rotation of latent attention's rotated channels, in pairs of neighbours."""
         dim = config.qk_pos_emb_head_dim
         base = config.rotary_base
         if config.rope_type == "rope":

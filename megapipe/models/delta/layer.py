@@ -125,7 +125,7 @@ def _core(
 ) -> Tensor:
     """Return the normed and gated outputs of whole sequences, [s, b, heads, r x dv].
 
-    All of it is computed in float32, or in float64 for a float64 model.
+    Everything is computed in float32, or in float64 for a float64 model.
 
     Args:
         numbers: [b, s], the index of each token's document in its sequence; None for a single one.

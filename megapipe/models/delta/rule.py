@@ -40,8 +40,8 @@ def convolved(x: Tensor, weight: Tensor, numbers: Tensor | None) -> Tensor:
     Args:
         x: [s, b, heads, channels].
         weight: [heads, channels, taps], the token's own tap last.
-        numbers: the document of each token [b, s]: tokens of others count as 0. None for a single
-            document.
+        numbers: the document of each token [b, s]; tokens of other documents count as 0. None for a
+            single document.
     Returns: the shape of x.
     """
     out = x * weight[..., -1]

@@ -57,8 +57,8 @@ def best(scores: Tensor, k: int) -> Tensor:
 def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int, counted: int) -> Tensor:
     """Return the best k experts, restricted to the best groups of experts.
 
-    A group's score is the sum of its `counted` best scores. `counted` is 1 in DeepSeek-V2 (section
-    2.2.2) and k / chosen in DeepSeek-V3 (section 2.1.2).
+    A group's score is the sum of the `counted` best scores in it. `counted` is 1 in DeepSeek-V2
+    (section 2.2.2) and k / chosen in DeepSeek-V3 (section 2.1.2).
 
     Args:
         scores: [..., E]; successive experts form `groups` groups of equal size.

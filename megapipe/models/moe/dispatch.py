@@ -52,8 +52,8 @@ def rows_of(
     Args:
         experts: [T, k], each token's experts, of num_experts.
         kept: [T, k], True for the choices that get a row; None for all.
-        each: if given, every expert gets this number of rows, and padding fills them up. Must be
-            at least an expert's number of choices.
+        each: if given, every expert gets this number of rows, some of them padding. The number must
+            be at least an expert's number of choices.
         count: returns the sum of the experts' numbers of rows [E], for which the host waits. Called
             only if `kept` is given and `each` is None.
     """
@@ -132,7 +132,7 @@ class Dispatcher(Protocol):
     keeps_rows: bool
 
     def dispatch(self, x: Tensor) -> Pending:
-        """Bring tokens to the experts: [s, b, n] on their ranks -> [R, n] for this rank's."""
+        """Bring tokens to the experts: x [s, b, n] -> [R, n] for the experts on this rank."""
 
     def combine(self, rows: Tensor) -> Pending:
         """Return outputs to the tokens: [R, n] -> [s, b, n], the sum of each token's rows."""
@@ -304,7 +304,7 @@ class AllToAllDispatcher:
         return self._axis.start_all_to_all(by_rank, sizes).then(self._added)
 
     def _added(self, rows: Tensor) -> Tensor:
-        """Return the sums of the partial outputs of an expert's slices, in the slices' order.
+        """Return the sums of the partial outputs from ranks that split an expert, in rank order.
 
         Args:
             rows: the partial outputs in the order of the sending ranks. Ranks with slices of one

@@ -37,7 +37,7 @@ def _grouped(x: Tensor, width: int, how: Products) -> bool:
     Args:
         x: rows [R, in].
         width: number of columns of the result.
-        how: the kind of product.
+        how: computes the product of one expert, quantised or not.
     """
     fits = how is PLAIN and x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
     return fits and x.shape[1] % 8 == width % 8 == 0  # strides of 16 bytes
@@ -121,7 +121,7 @@ class _How(NamedTuple):
 
     Attributes:
         dispatcher: brings tokens to the experts' ranks and outputs back.
-        first: True on one of the ranks that split each expert; it adds fc2's bias.
+        first: True on one of the ranks that split each expert. Only this rank adds fc2's bias.
         activation: fc1's output [R, 2f or f] -> [R, f].
         swiglu: True if the activation is SwiGLU without a clamp, which has a fused kernel.
         on_input: True if a row's weight multiplies fc1's input, False if fc2's input and bias.
@@ -282,7 +282,7 @@ class Experts(nn.Module):
     ranks. linear_fc1.weight is [e, f/t, h]; of gated experts [e, 2f/t, h], gate above up.
 
     Args:
-        tp: tensor parallelism; it names the axes of the experts, see Axis.named.
+        tp: tensor parallelism; it names the axes of the experts.
         fp8: how operands are quantised, each expert's separately; None for no quantisation.
     """
 

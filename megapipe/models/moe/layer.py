@@ -45,7 +45,7 @@ class MoE(nn.Module):
 
 
 class SharedExperts(MLP):
-    """An MLP for every token. With --moe-shared-expert-gate a sigmoid gate scales its output.
+    """An MLP for every token. With --moe-shared-expert-gate a sigmoid gate scales the output.
 
     Args:
         ffn: width of the MLP.

@@ -325,7 +325,7 @@ class Router(nn.Module):
     def _once(self, what: str, stream: Stream, find: Callable[[], Tensor]) -> Tensor:
         """Return find(), or in a recomputation the result that the first forward found.
 
-        what: the result's name within the layer; `stream` keeps results by layer and name.
+        what: a name for the result; `stream` keeps results by layer and name.
         """
         if not self.training:
             return find()

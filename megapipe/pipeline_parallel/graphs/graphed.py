@@ -110,8 +110,7 @@ class Graphed(nn.Module):
 
         Args:
             number: most microbatches that the step has in flight on this stage.
-            pool: returns a function that captures graphs in a new private memory pool, see
-                `device.graph_pool`.
+            pool: returns a function that captures graphs in a new private memory pool.
             splits: whether the table has backwards split into B and W.
         """
         parameters = list(self.module.parameters())
@@ -181,8 +180,7 @@ class Graphs:
     step whose table has more microbatches in flight.
 
     Args:
-        pool: returns a function that captures graphs in a new private memory pool, see
-            `device.graph_pool`.
+        pool: returns a function that captures graphs in a new private memory pool.
         warmup: number of steps without graphs.
         say: prints a line, such as how many graphs were captured on a stage, or why none.
     """

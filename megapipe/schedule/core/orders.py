@@ -66,7 +66,7 @@ class Problem:
 def problem(
     placement: Placement, microbatches: int, costs: Costs, memory: tuple[float, ...], period: bool
 ) -> Problem:
-    """Return the placement and its costs as lists of numbers, see `Problem`.
+    """Return the placement and its costs as a `Problem`: lists with a number for each pass.
 
     Args:
         memory: limit of each rank, in the memory unit of the costs.

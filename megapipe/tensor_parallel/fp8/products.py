@@ -79,15 +79,15 @@ class Scaled(Products, nn.Module):
     A weight is identified by its offset in its storage. The offset stays the same when sharded
     weights are freed and gathered again.
 
-    `keeping` turns on that each weight is quantised once. `quantised` quantises an operand.
-    `seeing` records its largest value, and `expected` returns the value that decides its factor.
+    While `keeping` is on, each weight is quantised only once. `quantised` quantises an operand.
+    `seeing` records an operand's largest value, and `expected` returns the value that decides its
+    factor.
 
     Attributes:
         weights: quantised weights, by (offset, whether transposed), while `keeping` is on. None
             while it is off: weights are then quantised in every pass.
-        given: weights that were gathered in FP8, with their largest values, by offset. If it is not
-            empty, it has all weights of the layer, and only the shape of a weight argument is used.
-            See optim.sharded.eight_bits.
+        given: {offset: a weight that was gathered in FP8, with its largest value}. If not empty, it
+            has all weights of the layer, and only the shape of a weight argument is used.
     """
 
     weights: dict[tuple[int, bool], Quantised] | None
@@ -107,7 +107,7 @@ class Scaled(Products, nn.Module):
 
     @property
     def by_rows(self) -> bool:  # type: ignore[override]
-        """Whether a row's factors depend on this row only. Then groups of rows can be quantised."""
+        """Whether a row's factors depend on this row only, so that rows can be quantised alone."""
         return self.recipe.block(INPUT) is not None
 
     def forward(
@@ -145,7 +145,7 @@ class Scaled(Products, nn.Module):
     def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """Return Q(dy)^T Q(x) in float32: dy [n, out] and x [n, in] -> [out, in].
 
-        Unless the recipe quantises for weight gradients, it is the product dy^T x.
+        If the recipe leaves weight gradients alone, the result is dy^T x, without quantising.
         """
         if not self.recipe.weight_grads:
             return super().weight_grad(dy, x)
