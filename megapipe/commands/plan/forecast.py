@@ -16,9 +16,11 @@ from megapipe.config import Config
 from megapipe.config.layers import layer_config
 from megapipe.plan import GIB, Plan, in_words
 from megapipe.plan.seconds.device import NOTHING, Device
-from megapipe.plan.seconds.messages import sums, with_messages
+from megapipe.plan.seconds.messages import with_messages
+from megapipe.plan.seconds.replicas import exposed
 from megapipe.schedule import Costs, Pass, Schedule, Timeline, simulate, unpaired
 from megapipe.schedule.measured.costs import Ran, measured_costs
+from megapipe.schedule.simulate import run_clock
 
 Shown = Mapping[int, Rehearsed]
 """The ranks that were rehearsed, by pipeline rank."""
@@ -101,7 +103,8 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
     # The overhead of a pass is no work, so it counts as bubble.
     busy = sum(timeline.busy) - costs.overhead * sum(len(row) for row in table.ranks)
     # All ranks wait for the slowest one before the next step.
-    outside = max(x.outside for x in shown.values()) + sums(plan, config, device)
+    outside = max(x.outside for x in shown.values())
+    outside += exposed(plan, config, device, table, run_clock(table, costs))
     return Forecast(costs, passes, passes + outside, 1 - busy / place.num_ranks / passes)
 
 

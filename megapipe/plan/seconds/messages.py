@@ -8,10 +8,8 @@ with --tp-comm-overlap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from operator import add
-from typing import NamedTuple
 
 from megapipe.config import Config, ModelConfig
 from megapipe.plan.context import context_bytes, expert_bytes, tensor_bytes
@@ -278,68 +276,3 @@ def _rescaled(share: PerStage, old: tuple[float, ...], new: tuple[float, ...]) -
         return share
     times = zip(share, old, new, strict=True)
     return tuple(part * x / y if y else 0.0 for part, x, y in times)
-
-
-class OfRank(NamedTuple):
-    """The parameters of one rank whose gradients are reduced over data parallelism.
-
-    Attributes:
-        dense: number of parameters outside experts.
-        experts: number of parameters of experts.
-        lighter: bytes that one gather of all these weights saves because some are sent in eight
-            bits.
-    """
-
-    dense: float
-    experts: float
-    lighter: float
-
-
-def sums(plan: Plan, config: Config, device: Device) -> float:
-    """Return the seconds that the slowest rank communicates after the last pass of a step.
-
-    The rank reduces gradients over data parallelism, adds the gradients of DualPipe's second copy,
-    and gathers updated weights. With sharded weights, passes of the table do this, so that it is
-    not counted here.
-    """
-    place = plan.schedule.placement
-    tp = config.parallel.tensor_model_parallel_size
-    rows = []
-    for rank in range(place.num_ranks):
-        works = [plan.works[stage] for stage in place.stages_on(rank)]
-        dense = sum(work.parameters - work.experts for work in works) / tp
-        experts = sum(work.experts for work in works) / plan.expert_ranks
-        rows.append(OfRank(dense, experts, sum(work.lighter for work in works)))
-    # The two copies of a stage are on mirrored ranks, which sum in float32.
-    twins = 0.0
-    if place.num_chains > 1:
-        twins = max(4 * (row.dense + row.experts) for row in rows)
-    return sums_of(rows, config, device) + device.seconds(twins, config.world_size)
-
-
-def sums_of(rows: Sequence[OfRank], config: Config, device: Device) -> float:
-    """Return the seconds that the slowest rank reduces gradients and gathers weights.
-
-    Args:
-        rows: the parameters of each pipeline rank.
-    """
-    par = config.parallel
-    n = config.weight_replicas
-    same = config.expert_replicas
-    # A ring sends every gradient in float32, and then the weight, or the reduced gradient again.
-    gradient = 4
-    element = config.precision.element_bytes if par.splits_optimizer else 4
-    if par.shards_grads:
-        gradient = 0
-        if par.shards_weights:
-            element = 0
-    extent = replicas(config)
-    # The slowest rank counts, as all ranks end the step together.
-    slowest = 0.0
-    for row in rows:
-        lighter = row.lighter * bool(element)
-        dense = ((gradient + element) * row.dense - lighter) * (n - 1) / n
-        experts = (gradient + element) * row.experts * (same - 1) / same
-        seconds = ring(device, dense, n, extent, 2) + ring(device, experts, same, extent, 2)
-        slowest = max(slowest, seconds)
-    return slowest

@@ -10,7 +10,8 @@ from megapipe.config import Config
 from megapipe.plan.make import pieces_of
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.messages import causes_of_layer, sums, with_messages
+from megapipe.plan.seconds.messages import causes_of_layer, with_messages
+from megapipe.plan.seconds.replicas import exposed
 from megapipe.plan.seconds.update import update
 from megapipe.schedule import Costs
 from megapipe.schedule.families.offload.rules import MOVES
@@ -108,7 +109,7 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
     # Before the gathers of sharded weights, whose passes are no work.
     plain_clock = clock if plain is schedule else run_clock(plain, costs)
     moves = makespan - _end(plain_clock)
-    at_end = sums(plan, config, device)
+    at_end = exposed(plan, config, device, schedule, clock)
     updated = update(plan, config, device)
     if sharded:
         if schedule.kinds == whole.kinds:
@@ -127,10 +128,10 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
     busy = _busy(plain_clock) / ranks
     waits = causes_of_layer(alone, plan, config, device)
     # Pairs hide some of the communication, in equal shares of all its causes.
-    shown = (busy - passes - share * work_of(alone)) / (sum(waits.values()) or 1.0)
+    visible = (busy - passes - share * work_of(alone)) / (sum(waits.values()) or 1.0)
     parts = {
         "recomputation": share * (work_of(alone) - _least(config, plan, device)),
-        **{name: shown * seconds for name, seconds in waits.items()},
+        **{name: visible * seconds for name, seconds in waits.items()},
         "small passes": passes,
         "bubble": _end(plain_clock) - busy,
         MOVED: moves,

@@ -15,7 +15,8 @@ from megapipe.optim.sharded.eight_bits import InEightBits
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.make import make_plan
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.messages import sums
+from megapipe.plan.seconds.replicas import exposed
+from megapipe.schedule.simulate import run_clock
 from megapipe.tensor_parallel.fp8.products import Delayed, Recipe, Scaled, products_of
 from megapipe.training.hooks import Callback, Hooks
 
@@ -163,7 +164,11 @@ def test_the_plan_counts_a_share_of_the_weights_and_twice_their_bytes():
     layers = sum(x.parameters for x in eight.pieces.layers)
     assert plain.state_bytes[0] - eight.state_bytes[0] == pytest.approx(2 * 3 / 4 * layers)
     device = Device(inside=10e9)
-    assert sums(plain, of_plain, device) - sums(eight, of_eight, device) == pytest.approx(3 / 4 * layers / 10e9)
+    after, before = (
+        exposed(plan, config, device, plan.schedule, run_clock(plan.schedule, plan.costs))
+        for plan, config in ((plain, of_plain), (eight, of_eight))
+    )
+    assert after - before == pytest.approx(3 / 4 * layers / 10e9)
 
 
 def planned(eight: bool) -> Config:

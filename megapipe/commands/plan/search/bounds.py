@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from megapipe.config import Config
 from megapipe.plan import Pieces, pieces_of
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.messages import OfRank, of_layer, sums_of
+from megapipe.plan.seconds.messages import of_layer
+from megapipe.plan.seconds.replicas import OfRank, sent
 from megapipe.schedule import SCHEDULES
 
 
@@ -113,7 +114,13 @@ class Counted:
             experts / (par.expert_model_parallel_size * par.etp) / ranks,
             sum(piece.lighter for piece in everything) / ranks,
         )
-        at_end = sums_of([mean], cell, device)
+        # Where passes may hide communication, the bound leaves it out.
+        reduce, gather = sent(mean, cell, device)
+        at_end = 0.0
+        if not par.overlap_grad_reduce:
+            at_end += reduce
+        if not cell.gathers_later:
+            at_end += gather
         return Least(step + at_end, paired + at_end, f, b, w)
 
 
