@@ -124,7 +124,7 @@ def buckets(plan: Plan, stage: int, config: Config) -> Buckets:
     each = ceil(least * len(layers) / of_layers)
     number = ceil(len(layers) / each)
     early = (number - 1) * each / len(layers) * of_layers
-    return Buckets(number, 1 - early / _of_stage(plan, stage).count)
+    return Buckets(number, 1 - early / _of_stage(plan, stage).parameters)
 
 
 def _here(work: Work, plan: Plan) -> OfRank:
