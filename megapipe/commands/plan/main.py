@@ -20,6 +20,7 @@ from megapipe.commands.main import tell
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import Asked, asked_of
 from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.report import (
     Yours,
     best_of,
@@ -102,7 +103,7 @@ class Flags:
     without: tuple[str, ...] = ()
     """With --search: schedules to leave out, and sharding, moves (activations offloaded or
     recomputed one by one), pipeline, recompute, or
-    hiding (of communication, by pairs of passes or by --tp-comm-overlap)."""
+    hiding (of communication: by pairs of passes, --tp-comm-overlap or --overlap-grad-reduce)."""
     why: tuple[str, ...] = ()
     """With --search: compare two plans of the list by cause, such as 1 3 or 1 yours."""
     search_jobs: int | None = None
@@ -298,7 +299,9 @@ def _sought(own: Config, flags: Flags) -> _Sought:
     problems += wrong
     if problems or devices is None or asked is None:
         raise ConfigError(problems)
-    return _Sought(config, devices, asked)
+    # A plan with such communication keeps the user's overlap of it.
+    overlap = {name: getattr(own.parallel, name) for name in OVERLAP}
+    return _Sought(config.with_fields(**overlap), devices, asked)
 
 
 def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
@@ -327,7 +330,7 @@ def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[d
     found = search(config, devices, memory, device, size, telling, asked=asked, jobs=jobs)
     # Slices are tried for the best layouts alone, as they multiply the tables.
     if slices is not None:
-        try_slices(found, slices, memory, device)
+        try_slices(found, slices, memory, device, config.parallel)
     best = best_of(found)
     rows: list[dict[str, Any]] = [
         {

@@ -23,7 +23,7 @@ WORDS = {
 AXES = (*NUMBERS, *WORDS)
 PARTS = ("sharding", "moves", "pipeline", "recompute", "hiding")
 """What --without leaves out, apart from schedules; moves are activations offloaded or recomputed
-one by one, and hiding hides communication by pairs of passes or by --tp-comm-overlap."""
+one by one, and hiding hides communication, see `hiding`."""
 _MOST = 100_000
 
 

@@ -49,7 +49,8 @@ def cell_of(
     The schedule in it is 1F1B; a candidate of the search replaces it.
 
     Args:
-        config: the user's configuration, whose parallel sizes and recomputation are replaced.
+        config: the user's configuration, whose parallel sizes and recomputation are replaced. Plans
+            that reduce gradients once a step keep its overlap of data-parallel communication.
         gpus: the number of processes.
         layout: (tp, cp, pp, micro batch size, ep, etp).
         recompute: the value of --recompute-granularity; None for no recomputation.
@@ -59,6 +60,9 @@ def cell_of(
     tp, cp, pp, micro, ep, etp = layout
     # The default is tp, and a flag at its default need not be pasted.
     own_etp = None if etp == tp else etp
+    given = config.parallel
+    zero_1 = gpus > tp * pp and not shards
+    reduces = zero_1 and given.overlap_grad_reduce
     # 1F1B stands for any schedule here; a candidate of the search replaces it.
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
@@ -69,8 +73,12 @@ def cell_of(
         pipeline_schedule=PLAIN,
         pipeline_model_parallel_layout=_split(config, PLAIN, pp, None),
         # It needs less memory and sends less, so it is never worse.
-        use_distributed_optimizer=gpus > tp * pp and not shards,
+        use_distributed_optimizer=zero_1,
         use_megatron_fsdp=shards,
+        overlap_grad_reduce=reduces,
+        overlap_param_gather=reduces and given.overlap_param_gather,
+        ddp_bucket_size=given.ddp_bucket_size if reduces else None,
+        ddp_num_buckets=given.ddp_num_buckets if reduces else None,
     )
     model = config.model
     partial = None

@@ -1,6 +1,7 @@
-"""Try the best layouts with communication hidden: by pairs of passes, or by --tp-comm-overlap.
+"""Try plans with communication hidden: over data parallelism, by pairs, or by --tp-comm-overlap.
 
-A pair is a forward and a backward that run together, so that one computes while the other
+Data-parallel communication overlaps in every plan of a search, and flags without gain go at its
+end. A pair is a forward and a backward that run together, so that one computes while the other
 communicates. A table with pairs takes too long for every plan of a search. So they are tried for
 the layouts that would be the best if all of their communication were hidden.
 """
@@ -14,13 +15,53 @@ from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.asked import Asked
 from megapipe.commands.plan.search.cells import short
 from megapipe.commands.plan.search.screen import Sketch
-from megapipe.config import Config
+from megapipe.config import Config, ParallelConfig
+from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import CONTEXT, EXPERTS, TENSOR
+from megapipe.plan.seconds.step import Timed, timed
 
 TRIED = 4
 """Layouts that are tried with pairs, and with --tp-comm-overlap."""
 HIDING = "hiding"
 """The word of --without for all of this."""
+
+
+BUCKET = 40_000_000
+"""Elements of a bucket of gradients, as in Megatron-LM on up to 40 data-parallel ranks."""
+OVERLAP = ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "ddp_num_buckets")
+"""Fields that overlap data-parallel communication with passes."""
+_LEAST_GAIN = 1e-4
+"""The fraction of a step by which flags of OVERLAP must shorten it."""
+
+
+def overlapped(config: Config) -> Config:
+    """Return the configuration with all data-parallel communication overlapped.
+
+    The user's own buckets stay.
+    """
+    par = config.parallel
+    size = par.ddp_bucket_size
+    if par.ddp_num_buckets is None:
+        size = size or BUCKET
+    return config.with_fields(
+        overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=size
+    )
+
+
+def with_fewest_flags(made: Timed, own: ParallelConfig, device: Device) -> Timed:
+    """Return the plan without those flags of OVERLAP that do not shorten its step.
+
+    Args:
+        own: has the user's own flags, which stay.
+    """
+    if not made.config.parallel.overlap_grad_reduce:
+        return made
+    for names in (("overlap_param_gather",), ("ddp_bucket_size",), OVERLAP):
+        fields = {name: getattr(own, name) for name in names}
+        other = timed(made.plan, made.config.with_fields(**fields), device)
+        if other.step <= (1 + _LEAST_GAIN) * made.step:
+            made = replace(made, config=other.config, step=other.step, parts=other.parts)
+    return made
 
 
 def hiding(ranked: Iterable[Sketch], asked: Asked) -> Iterator[Sketch]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from megapipe.commands.plan.search.found import Search, leaner
+from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
 from megapipe.config import Config
@@ -39,8 +40,8 @@ _MODEL = (
 """Fields of the model that a search chooses."""
 YOURS = "yours"
 NOT_SEARCHED = (
-    "not searched: no plan has --pipeline-slices unless they are given, --vocab-parallel-pipeline, "
-    "--overlap-grad-reduce, --overlap-param-gather or --pipeline-model-parallel-layout auto; every "
+    "not searched: no plan has --pipeline-slices unless they are given, --vocab-parallel-pipeline "
+    "or --pipeline-model-parallel-layout auto; every "
     "plan keeps your kinds of attention, precision, kernels and CUDA graphs. --moe-permute-fusion "
     "and --moe-grouped-gemm change nothing in any of them."
 )
@@ -326,6 +327,9 @@ def left_out(given: Config, config: Config) -> list[str]:
     idle = set[str]()
     if config.parallel.tensor_model_parallel_size == 1:
         idle = {"sequence_parallel", "tp_comm_overlap"}
+    # Passes of the table reduce and gather, and overlap by themselves.
+    if config.parallel.use_megatron_fsdp:
+        idle |= {*OVERLAP}
     names = []
     for name, flag in all_flags(Config).items():
         if flag.field not in chosen.get(flag.section, ()):

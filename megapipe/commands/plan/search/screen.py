@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megapipe.commands.plan.search.bounds import Counted
 from megapipe.commands.plan.search.cells import is_movable, short, under
 from megapipe.commands.plan.search.timed import Room, with_schedule
-from megapipe.config import Config
+from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import Plan, plan_of
 from megapipe.plan.seconds.device import Device
@@ -107,6 +107,7 @@ class Screen:
         cells: all choices of parallel sizes and recomputation.
         memory: bytes of a device.
         counted: the work of the layers of each cell.
+        own: has the user's own overlap of data-parallel communication.
         last: (index of the last candidate's cell, plan of this cell or why there is none). The next
             candidate often has the same cell, and needs no new plan.
     """
@@ -115,6 +116,7 @@ class Screen:
     device: Device
     memory: float
     counted: Counted
+    own: ParallelConfig = field(default_factory=ParallelConfig)
     last: tuple[int, Plan | str] = field(default=(-1, NO_TABLE))
 
     def judge(self, candidate: Candidate, limit: float) -> Sketch | Out:

@@ -32,7 +32,7 @@ from megapipe.commands.plan.search.cells import (
 from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run
 from megapipe.commands.plan.search.first import first_that_fits, usual
 from megapipe.commands.plan.search.found import OF_KIND, Search, leaner
-from megapipe.commands.plan.search.hiding import hiding
+from megapipe.commands.plan.search.hiding import HIDING, hiding, overlapped, with_fewest_flags
 from megapipe.commands.plan.search.judging import Judging, Tell
 from megapipe.commands.plan.search.screen import OUT_OF_MEMORY, Candidate, Screen, Sketch
 from megapipe.commands.plan.search.workers import Workers
@@ -67,7 +67,8 @@ def search(
     Ctrl-C ends it with the best plans so far.
 
     Args:
-        config: the model, its data and its batch; the layout is ignored.
+        config: the model, its data and its batch. Of the layout only the overlap of data-parallel
+            communication counts.
         gpus: the number of devices.
         memory: bytes of a device.
         vocab: the size of the tokenizer.
@@ -78,6 +79,9 @@ def search(
     """
     found = Search()
     counted = Counted()
+    own = config.parallel
+    if HIDING not in asked.without:
+        config = overlapped(config)
     cells: list[Config] = []
     candidates: list[Candidate] = []
     try:
@@ -93,7 +97,7 @@ def search(
     except KeyboardInterrupt:
         found.stopped = True
         jobs = 1
-    screen = Screen(cells, device, memory, counted)
+    screen = Screen(cells, device, memory, counted, own)
     with Workers(screen, jobs) as workers:
         if not found.stopped:
             _judge(Judging(found, workers, cells, tell), candidates, asked)
@@ -154,14 +158,17 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> No
         small = [x for x in ranked[:BEST] if x.layout[2] > 1 and _is_small(x)]
         for x in [x for x in small if not x.kind[0]][:2]:
             with suppress(ConfigError, ScheduleError):
-                found.take(any_order(x.config, screen.device, screen.memory), screen.memory)
+                made = any_order(x.config, screen.device, screen.memory)
+                made = with_fewest_flags(made, screen.own, screen.device)
+                found.take(made, screen.memory)
 
 
 def _made(screen: Screen, x: Sketch) -> Timed | None:
     try:
-        return as_run(x.config, screen.device, screen.memory, moves=x.moves)
+        made = as_run(x.config, screen.device, screen.memory, moves=x.moves)
     except (ConfigError, ScheduleError):
         return None
+    return with_fewest_flags(made, screen.own, screen.device)
 
 
 def _is_small(x: Sketch) -> bool:

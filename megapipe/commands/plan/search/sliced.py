@@ -10,7 +10,8 @@ from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.cells import under
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.found import Search
-from megapipe.config import Config
+from megapipe.commands.plan.search.hiding import with_fewest_flags
+from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.shapes.slices import AUTO, CHOICES, chosen
@@ -25,7 +26,13 @@ CELLS = 4096
 """The largest number of forwards of a table, as slices multiply it."""
 
 
-def try_slices(found: Search, asked: str, memory: float, device: Device) -> None:
+def try_slices(
+    found: Search,
+    asked: str,
+    memory: float,
+    device: Device,
+    own: ParallelConfig = ParallelConfig(),  # noqa: B008
+) -> None:
     """Try each layout with microbatches cut in slices, and keep the plans that become faster.
 
     A slice is a part of each sequence. The fastest layouts come first. A layout that does not fit
@@ -35,6 +42,7 @@ def try_slices(found: Search, asked: str, memory: float, device: Device) -> None
         found: the result of a search, to which plans are added.
         asked: the value of --pipeline-slices: a number of slices as text, or "auto".
         memory: bytes of a device.
+        own: has the user's own overlap of data-parallel communication.
     """
     counts = CHOICES[1:] if asked == AUTO else (int(asked),)
     limits = found.limits
@@ -43,17 +51,19 @@ def try_slices(found: Search, asked: str, memory: float, device: Device) -> None
         if sharded or not pipelined:
             continue
         par = x.config.parallel
-        own = (par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank)
-        for count, (name, chunks) in product(counts, dict.fromkeys((own, *MADE_OF))):
+        mine = (par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank)
+        for count, (name, chunks) in product(counts, dict.fromkeys((mine, *MADE_OF))):
             # Slices can shorten the bubble and nothing else.
             best = found.best.get((x.layout, x.kind, False))
             limit = min(limits.of(x.layout, x.kind), best.step if best else inf)
             if x.step - x.parts["bubble"] < limit:
                 config = chosen(under(x.config, name, chunks), count, always=True)
-                _take(found, config, memory, device)
+                _take(found, config, memory, device, own)
 
 
-def _take(found: Search, config: Config, memory: float, device: Device) -> None:
+def _take(
+    found: Search, config: Config, memory: float, device: Device, own: ParallelConfig
+) -> None:
     par = config.parallel
     chunks = par.num_virtual_stages_per_pipeline_rank or 1
     count = int(par.pipeline_slices or 1)
@@ -65,6 +75,6 @@ def _take(found: Search, config: Config, memory: float, device: Device) -> None:
         found.lost["refused by the checks of a run"] += 1
         return
     try:
-        found.take(of_run(config, device), memory)
+        found.take(with_fewest_flags(of_run(config, device), own, device), memory)
     except (ConfigError, ScheduleError):
         found.lost["that cannot be cut so"] += 1
