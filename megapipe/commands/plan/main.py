@@ -17,6 +17,7 @@ from megapipe.checks.inputs import answer, ask, path_problems
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import vocabulary, vocabulary_problems, with_vocabulary
 from megapipe.commands.main import tell
+from megapipe.commands.plan.one_change import one_change, one_change_of
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import Asked, asked_of
 from megapipe.commands.plan.search.final import of_run
@@ -152,6 +153,7 @@ def main(argv: Sequence[str]) -> None:
         table(plan),
         *own_lines(plan),
         page(plan, config, device),
+        *one_change_of(plan, config, device),
         *unknown,
         layout,
     ]
@@ -323,7 +325,7 @@ def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[d
     memory = flags.memory_gib * GIB
     jobs = flags.search_jobs or os.cpu_count() or 1
     # The user's own plan is the first that is known, after seconds.
-    yours = _yours(own, devices, size, device)
+    yours = _yours(own, devices, size, device, memory)
     telling = Telling()
     if yours.plan is not None:
         telling.first(f"yours: {in_short(seconds_of(yours.plan, device))}")
@@ -345,7 +347,8 @@ def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[d
         }
         for x in best
     ]
-    text = [f"{devices} devices of {flags.memory_gib:g} GiB; assumed: {device.assumed}", *said]
+    assumed = f"{device.assumed}, {device.to_host}"
+    text = [f"{devices} devices of {flags.memory_gib:g} GiB; assumed: {assumed}", *said]
     text.append(report(found, memory, device, yours, lambda one: _left_out(argv, one)))
     if flags.why:
         text.append(why(flags.why, best, yours))
@@ -358,7 +361,7 @@ def _left_out(argv: Sequence[str], config: Config) -> list[str]:
     return left_out(given, config)
 
 
-def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
+def _yours(own: Config, devices: int, vocab: int, device: Device, memory: float) -> Yours:
     """Return the plan of the user's own flags, for comparison.
 
     The result is empty, `Yours()`, if no flag gives a layout such as
@@ -367,6 +370,7 @@ def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
     Args:
         devices: the number of processes.
         vocab: the size of the tokenizer.
+        memory: bytes of a device.
     """
     if own.parallel == ParallelConfig() and own.batch.micro_batch_size is None:
         return Yours()
@@ -376,7 +380,8 @@ def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
         if problems := flag_problems(config):
             raise ConfigError(problems)
         config = with_vocabulary(config.with_batch(config.global_batch_size), vocab)
-        return Yours(of_run(config, device))
+        mine = of_run(config, device)
+        return Yours(mine, changes=tuple(one_change(mine, device, memory)))
     except (ConfigError, ScheduleError) as error:
         return Yours(refused=" ".join(str(error).split()))
 

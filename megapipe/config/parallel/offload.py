@@ -46,4 +46,4 @@ class OffloadConfig:
     Megatron-LM."""
     offload_time: Annotated[float | None, ABOVE_0, COPIES] = None
     """Time of a copy in one direction, in units of a microbatch's forward and backward on a stage.
-    Default: its bytes at 50 GB/s, against FLOPs at 400 TFLOP/s. Not in Megatron-LM."""
+    Default: its bytes at 62.5 GB/s, against FLOPs at 500 TFLOP/s. Not in Megatron-LM."""

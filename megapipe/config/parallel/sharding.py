@@ -76,7 +76,7 @@ class ShardingConfig:
     ] = 8000.0
     """FLOPs of a device in the time that one byte takes between data-parallel ranks. It decides for
     how many passes gathered tensors are kept, where --pipeline-costs has no a and g. The default
-    is 400 TFLOP/s over 50 GB/s; within a node of 300 GB/s it is 1333. Not in Megatron-LM."""
+    is 500 TFLOP/s over 62.5 GB/s; within a node of 300 GB/s it is 1667. Not in Megatron-LM."""
     # When gradients are reduced, and weights gathered.
     overlap_grad_reduce: Annotated[bool, REPLICAS] = False
     """Reduce the gradients of a stage while other stages still compute, as passes G of the table.

@@ -25,7 +25,7 @@ LIMIT = "--memory-limit-gib"
 FLOPS_PER_BYTE = 8000.0
 """FLOPs of a device while a byte goes to the host or back, where --offload-time does not say.
 
-400 TFLOP/s and 50 GB/s.
+An H100's 500 TFLOP/s and 62.5 GB/s.
 """
 
 

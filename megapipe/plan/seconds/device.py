@@ -12,6 +12,7 @@ from typing import Any
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.plan.families.offload import FLOPS_PER_BYTE
 
 Sizes = tuple[tuple[float, float], ...]
 """(size, its rate or its time) by ascending size."""
@@ -23,8 +24,8 @@ class Device:
 
     The defaults are for an H100 SXM in a node of eight. The peak is NVIDIA's for dense bf16, and
     matrix products are assumed to reach half of it. `seconds` returns the time of collectives,
-    `rate` the FLOP/s of products, and `speed` the bytes per second of a link. `links` and `assumed`
-    return text for a reader.
+    `rate` the FLOP/s of products, and `speed` the bytes per second of a link. `links`, `assumed`
+    and `to_host` return text for a reader.
 
     Attributes:
         flops: FLOP/s that matrix products of this model reach, at most.
@@ -72,6 +73,11 @@ class Device:
             products = f"{self.by_product[0][1] / 1e12:.4g} to {products} by their size"
         passes = f"{self.overhead * 1e6:.4g} us more a pass"
         return f"products at {products}, {passes}, {self.links} ({self.source})"
+
+    @property
+    def to_host(self) -> str:
+        """Return, in words, the bandwidth of copies of activations between device and host."""
+        return f"{self.flops / FLOPS_PER_BYTE / 1e9:.4g} GB/s to the host"
 
     def seconds(self, sent: float, extent: int, calls: int = 1) -> float:
         """Return the seconds that collectives or messages take.

@@ -13,6 +13,7 @@ from megapipe.plan.seconds.flops import flops_per_token
 from megapipe.plan.seconds.step import Timed, timed
 from megapipe.plan.state import GIB
 from megapipe.plan.table import checkpoint_bytes
+from megapipe.schedule import Kind
 from megapipe.schedule.text import to_json
 
 UNKNOWN = (
@@ -64,10 +65,13 @@ def page(plan: Plan, config: Config, device: Device) -> str:
     if found is None:
         return f"{UNKNOWN}\n{name}"
     parts = "  ".join(f"{part} {share:.1%}" for part, share in found["shares"].items())
+    assumed = device.assumed
+    if Kind.O in plan.schedule.kinds and config.parallel.offload_time is None:
+        assumed += f", {device.to_host}"
     lines = [
         f"predicted step {in_short(found)}",
         f"  {parts}",
-        f"  assumed: {device.assumed}",
+        f"  assumed: {assumed}",
         name,
     ]
     return "\n".join(lines)

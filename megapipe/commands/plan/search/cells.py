@@ -33,6 +33,8 @@ UNITS_OF_RANKS = ("breadth-first", "interleaved")
 # gather fewer weights at a time.
 _CHUNKS = (2, 4)
 _UNITS = (2, 4, 8, 16, 32)
+# The same on one rank, where each stage is reduced and gathered once a step.
+_REDUCED = (4, 8)
 
 
 def cell_of(
@@ -156,10 +158,13 @@ def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
             names = UNITS_OF_RANKS
         counts = [n for n in _UNITS if cell.model.layers % (ranks * n) == 0]
         return [(name, n) for name in names for n in counts]
-    # On one rank there is no bubble, and every schedule takes the same time.
-    if ranks == 1:
-        return [(PLAIN, None)]
     found: list[tuple[str, int | None]] = []
+    # On one rank there is no bubble, and every schedule takes the same time, unless stages reduce
+    # and gather while others compute.
+    if ranks == 1:
+        if cell.parallel.overlap_grad_reduce:
+            found = [(UNITS[1], n) for n in _REDUCED if cell.model.layers % n == 0]
+        return [(PLAIN, None), *found]
     for name, entry in SCHEDULES.items():
         # A searched table takes seconds, so zb-auto is tried for the best layouts alone. A
         # dominated schedule is never better than another one of the catalogue.

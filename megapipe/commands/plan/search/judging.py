@@ -22,12 +22,16 @@ from megapipe.config import Config
 from megapipe.plan.seconds.step import Layout, layout_of
 
 TOLERANCE = 0.005
-"""A plan that is expected to be faster by less than this share of its step is not looked at."""
+"""A plan that is expected to be faster by less than this share of its step is not looked at.
+
+At last plans are judged that are expected to be faster than the best one by any share.
+"""
 _ROUND = 24
 """Plans that a process judges between two looks at what others found."""
 _BOUND = "expected to be slower"
-Tell = Callable[[int, int, "float | None"], None]
-"""Called with the plans that were looked at, all plans, and the best step so far in seconds."""
+Tell = Callable[..., None]
+"""Called with the plans that were looked at, all plans, the best step so far in seconds, and
+perhaps what the plans are."""
 
 
 @dataclass
@@ -107,7 +111,8 @@ class Judging:
     def judge(self, candidates: list[Candidate], before: int = 0) -> None:
         """Judge one candidate of each group of similar ones, and then all others.
 
-        In both rounds the candidates with the smallest lower bounds come first.
+        In both rounds the candidates with the smallest lower bounds come first. Those that may
+        still be faster than the best plan are judged at last.
 
         Args:
             before: the number of candidates that were judged earlier, for the progress.
@@ -118,10 +123,23 @@ class Judging:
         chosen = {id(x) for x in first.values()}
         others = [x for x in candidates if id(x) not in chosen]
         among = before + len(candidates)
-        self._rounds([*first.values()], among, before)
-        self._rounds(sorted(others, key=self.learned.expected), among, before + len(first))
+        skipped = self._rounds([*first.values()], among, before)
+        ordered = sorted(others, key=self.learned.expected)
+        skipped += self._rounds(ordered, among, before + len(first))
+        best = self.found.fastest or 0.0
+        close = [x for x in skipped if self.learned.expected(x) < best]
+        skipped = [x for x in skipped if self.learned.expected(x) >= best]
+        skipped += self._rounds(close, among, among - len(close), tolerance=0.0)
+        for x in skipped:
+            self.found.lost[SLOWER if x.moves else _BOUND] += 1
 
-    def _rounds(self, candidates: list[Candidate], among: int, before: int) -> None:
+    def _rounds(
+        self,
+        candidates: list[Candidate],
+        among: int,
+        before: int,
+        tolerance: float = TOLERANCE,
+    ) -> list[Candidate]:
         """Try candidates some at a time. Skip each one that is expected to be too slow to report.
 
         The first rounds are short: once a good plan is known, most others are skipped.
@@ -131,11 +149,12 @@ class Judging:
             before: the number of candidates that were judged earlier.
         """
         waiting: list[Candidate] = []
+        skipped: list[Candidate] = []
         limits = self.found.limits
         size = 2
         for n, x in enumerate(candidates):
-            if self.learned.expected(x) > (1 - TOLERANCE) * limits.of(*self.keys[x.cell]):
-                self.found.lost[SLOWER if x.moves else _BOUND] += 1
+            if self.learned.expected(x) > (1 - tolerance) * limits.of(*self.keys[x.cell]):
+                skipped.append(x)
             else:
                 waiting.append(x)
             if len(waiting) >= size or (waiting and n + 1 == len(candidates)):
@@ -144,6 +163,7 @@ class Judging:
                 self.tell(before + n + 1, among, self.found.fastest)
                 size = min(2 * size, 2 * _ROUND)
                 waiting = []
+        return skipped
 
     def _ask(self, waiting: list[Candidate], limits: Limits) -> None:
         # Candidates of a cell follow each other, so that its plan is made once.

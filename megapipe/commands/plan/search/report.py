@@ -61,10 +61,12 @@ class Yours:
     Attributes:
         plan: None if a run refuses the flags, or no layout is among them.
         refused: why a run refuses them; empty if it does not.
+        changes: lines on changes of one flag that shorten its step.
     """
 
     plan: Timed | None = None
     refused: str = ""
+    changes: tuple[str, ...] = ()
 
 
 def best_of(found: Search) -> list[Timed]:
@@ -171,7 +173,7 @@ def _of_yours(yours: Yours, best: list[Timed], memory: float, device: Device) ->
         lines.append(f"      number {place} of these {len(best)}: {_slower(x, best[0])}")
     else:
         lines.append("      faster than all of these")
-    return lines
+    return [*lines, *(f"      {line}" for line in yours.changes)]
 
 
 def _summary(x: Timed, device: Device) -> str:

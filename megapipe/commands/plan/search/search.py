@@ -57,7 +57,7 @@ def search(
     memory: float,
     device: Device,
     vocab: int,
-    tell: Tell = lambda done, among, best: None,
+    tell: Tell = lambda *_: None,
     *,
     asked: Asked = ANYTHING,
     jobs: int = 1,
@@ -73,7 +73,7 @@ def search(
         memory: bytes of a device.
         vocab: the size of the tokenizer.
         tell: called with (plans so far, all plans or 0 if not known yet, seconds of the best step
-            or None).
+            or None), at last also with what the plans are.
         asked: the user's restrictions of the search.
         jobs: processes that judge plans.
     """
@@ -104,7 +104,7 @@ def search(
         if found.stopped:
             # The processes may be in the middle of an answer that nobody waits for.
             workers = Workers(screen, 1)
-        _finish(found, workers, screen, asked)
+        _finish(found, workers, screen, asked, tell)
     return found
 
 
@@ -130,7 +130,7 @@ def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
         found.stopped = True
 
 
-def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> None:
+def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked, tell: Tell) -> None:
     """Compute the best plans again as a run would. Until now their steps are extrapolated.
 
     Args:
@@ -138,6 +138,7 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> No
         workers: the processes that compute plans.
         screen: has the device and its memory.
         asked: the user's restrictions of the search.
+        tell: called with (plans so far, all these plans, seconds of the best step, what is done).
     """
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
@@ -150,17 +151,24 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> No
         chosen |= {id(x): x for x in [x for x in of_kind if not x.moves][:1]}
     for x in leaner(ranked):
         chosen[id(x)] = x
-    others = [*hiding(ranked, asked)]
-    for made in workers.ask(_made, [*chosen.values(), *others]):
-        found.take(made, screen.memory)
+    plans = [*chosen.values(), *hiding(ranked, asked)]
     # Searching a table takes seconds, so only the best layouts with small tables are tried.
+    small: list[Sketch] = []
     if asked.allows_schedule(SEARCHES):
-        small = [x for x in ranked[:BEST] if x.layout[2] > 1 and _is_small(x)]
-        for x in [x for x in small if not x.kind[0]][:2]:
-            with suppress(ConfigError, ScheduleError):
-                made = any_order(x.config, screen.device, screen.memory)
-                made = with_fewest_flags(made, screen.own, screen.device)
-                found.take(made, screen.memory)
+        small = [x for x in ranked[:BEST] if x.layout[2] > 1 and _is_small(x) and not x.kind[0]][:2]
+    among = len(plans) + len(small)
+
+    def told(done: int) -> None:
+        tell(done, among, found.fastest, "tables of the best plans")
+
+    told(0)
+    for made in workers.ask(_made, plans, 1, told):
+        found.take(made, screen.memory)
+    for n, x in enumerate(small, len(plans) + 1):
+        with suppress(ConfigError, ScheduleError):
+            made = any_order(x.config, screen.device, screen.memory)
+            found.take(with_fewest_flags(made, screen.own, screen.device), screen.memory)
+        told(n)
 
 
 def _made(screen: Screen, x: Sketch) -> Timed | None:

@@ -57,19 +57,30 @@ class Workers:
             child.join()
 
     def ask(
-        self, answer: Callable[[Any, Question], Answer], questions: Sequence[Question]
+        self,
+        answer: Callable[[Any, Question], Answer],
+        questions: Sequence[Question],
+        size: int | None = None,
+        tell: Callable[[int], None] = lambda done: None,
     ) -> list[Answer]:
         """Return the answers to all questions, in their order.
 
         Args:
             answer: called with (the state that the processes began with, a question). It must be a
                 module-level function, so that it can be pickled.
+            size: number of questions that a process gets at once. None for a quarter of its share.
+            tell: called with the number of answers so far, whenever there are more.
         """
         if not self._ends:
-            return [answer(self._state, question) for question in questions]
+            alone = []
+            for question in questions:
+                alone.append(answer(self._state, question))
+                tell(len(alone))
+            return alone
         # Questions next to each other often share a cell's plan, so they are asked in blocks. Some
         # take a hundred times as long as others: a process that is done gets the next block.
-        size = max(1, -(-len(questions) // (_BLOCKS * len(self._ends))))
+        if size is None:
+            size = max(1, -(-len(questions) // (_BLOCKS * len(self._ends))))
         blocks = [questions[n : n + size] for n in range(0, len(questions), size)]
         waiting = [*enumerate(blocks)][::-1]
         asked: dict[Connection, int] = {}
@@ -91,6 +102,7 @@ class Workers:
                         "Try --search-jobs 1."
                     ) from None
                 idle.append(ready)
+                tell(sum(map(len, found)))
         return [one for block in found for one in block]
 
 

@@ -1,0 +1,107 @@
+"""Try a plan with one flag changed, and say which changes shorten its step most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from megapipe.checks.run import flag_problems
+from megapipe.commands.plan.search.cells import short
+from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.hiding import BUCKET
+from megapipe.config import Config
+from megapipe.config.notes import flag
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.plan import GIB, Plan
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.step import Timed, timed
+from megapipe.schedule import SCHEDULES
+
+_MOST = 3
+"""Changes that are printed."""
+_LEAST_GAIN = 0.01
+"""The least gain, as a fraction of the step, of a change that is printed."""
+_MORE = 1.2
+"""The most memory of a changed plan, in that of the plan, where no memory of a device is known."""
+_PASSES = 4096
+"""The largest number of forwards of a table: larger ones take seconds for each change."""
+
+
+def one_change(mine: Timed, device: Device, memory: float) -> list[str]:
+    """Return lines on the changes of one flag that shorten a step most: at most three.
+
+    A run has to accept the change. The list is empty for tables that take long to make.
+
+    Args:
+        mine: the plan that is changed.
+        memory: bytes of a device; a plan that needs more is left out, unless `mine` needs as much.
+    """
+    config = mine.config
+    par = config.parallel
+    forwards = mine.plan.schedule.placement.num_stages * config.num_microbatches
+    entry = SCHEDULES.get(mine.schedule)
+    if (
+        forwards > _PASSES
+        or par.overlap_moe_expert_parallel_comm
+        or (entry is not None and entry.searched)
+    ):
+        return []
+    found = []
+    for name, value in _changes(config):
+        changed = config.with_fields(**{name: value})
+        with suppress(ConfigError, ScheduleError):
+            if not flag_problems(short(changed, 1)):
+                other = of_run(changed, device)
+                if other.peak <= max(memory, mine.peak):
+                    text = flag(name) if value is True else f"{flag(name)} {value}"
+                    found.append((other.step, f"{text}: {other.step:.4g} s", other.peak))
+    lines = []
+    for step, text, peak in sorted(found)[:_MOST]:
+        if step <= (1 - _LEAST_GAIN) * mine.step:
+            gain = f"{step / mine.step - 1:.1%}, peak {peak / GIB:.3g} GiB"
+            lines.append(f"one change alone: {text}, {gain}")
+    return lines
+
+
+def one_change_of(plan: Plan, config: Config, device: Device) -> list[str]:
+    """Return the lines of `one_change` for a plan, for changes that need little more memory.
+
+    The list is empty if --pipeline-costs gave the times, which are no seconds.
+    """
+    if plan.given is not None:
+        return []
+    mine = replace(timed(plan, config, device), peak=max(plan.peak_bytes))
+    return one_change(mine, device, _MORE * mine.peak)
+
+
+def _changes(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield (field, value) of each change to try."""
+    par = config.parallel
+    model = config.model
+    if model.has_experts:
+        ep = par.expert_model_parallel_size
+        # By default experts are split like other layers, often across nodes.
+        if par.etp > 1:
+            yield "expert_tensor_parallel_size", 1
+        yield "expert_model_parallel_size", 2 * ep
+        if ep > 1:
+            yield "expert_model_parallel_size", ep // 2
+    if par.tensor_model_parallel_size > 1:
+        if not model.sequence_parallel:
+            yield "sequence_parallel", True
+        if not model.tp_comm_overlap:
+            yield "tp_comm_overlap", True
+    if config.weight_replicas > 1 and not par.shards_grads:
+        if not par.splits_optimizer:
+            yield "use_distributed_optimizer", True
+        if not par.overlap_grad_reduce:
+            yield "overlap_grad_reduce", True
+        else:
+            if not par.overlap_param_gather:
+                yield "overlap_param_gather", True
+            if par.ddp_bucket_size is None and par.ddp_num_buckets is None:
+                yield "ddp_bucket_size", BUCKET
+    assert config.batch.micro_batch_size is not None
+    yield "micro_batch_size", 2 * config.batch.micro_batch_size
