@@ -56,6 +56,9 @@ def main(argv: Sequence[str]) -> None:
     # A rank that torchrun has started has the same flags, and must not start others.
     elif flags.nproc > 1 and not launched:
         _launch(flags.nproc, config, argv)
+    elif os.environ.get("RANK", "0") == "0":
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        print(f"rank 0 of {ranks} has started", file=sys.stderr, flush=True)
     # This import takes seconds, which --help and wrong flags do not wait for.
     from megapipe.training.pretrain import pretrain
 
@@ -116,4 +119,5 @@ def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
     # The launcher's own flags are not flags of a rank.
     _, rest = split_among(Launch, argv)
     command = [sys.executable, *torchrun, "-m", "megapipe", "pretrain", *rest]
+    print(f"starting {processes} processes", file=sys.stderr, flush=True)
     os.execv(sys.executable, command)

@@ -133,7 +133,8 @@ def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
     bubble = plan.timeline.bubble / plan.timeline.makespan
     report.say(
         f"pipeline schedule {schedule.name}{in_words(schedule)}: {mesh.pp.size} ranks, "
-        f"{schedule.num_microbatches} microbatches, predicted bubble {bubble:.1%}"
+        f"{schedule.num_microbatches} microbatches, predicted bubble {bubble:.1%} of the "
+        f"time of the passes, by {'FLOPs' if plan.given is None else 'costs'}"
     )
     if plan.recipe is not None:
         report.say(f"recipe: {to_line(plan.recipe)}")

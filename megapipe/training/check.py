@@ -223,7 +223,7 @@ def _seconds(config: Config, plan: Plan) -> str:
     if found is None:
         return UNKNOWN
     return (
-        f"predicted step {in_short(found)} of the step, by the rates of {device.source} "
+        f"predicted step {in_short(found)}, by the rates of {device.source} "
         "(--rates): with communication, gradient sums and update"
     )
 

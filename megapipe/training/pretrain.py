@@ -260,6 +260,7 @@ class Training:
         stopping = Stopping(config.guards, run.mesh, self.started)
         run.report.pause()
         first = n = run.progress.iteration
+        consumed = run.progress.consumed_train_samples
         last = n
         if not config.data.skip_train:
             last = run.progress.last_iteration(config)
@@ -307,6 +308,8 @@ class Training:
         # A run that was stopped evaluates when it is resumed and complete.
         if n >= last:
             self.evaluation.finish()
+        samples = run.progress.consumed_train_samples - consumed
+        run.report.summary(n, samples, self.saving.begun)
         run.report.close()
         stopping.signal.close()
         return stopping.exit_code if n < last else 0

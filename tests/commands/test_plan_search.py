@@ -182,7 +182,7 @@ def test_a_first_plan_is_known_before_the_plans_are_counted():
     found = search(config, 4, GIB, SLOW, 1000, lambda *said: told.append(said))
     (done, among, step), *others = told
     assert (done, among) == (1, 0)
-    assert all(among for _, among, _ in others)
+    assert all(among for _, among, *_ in others)
     assert step is not None
     assert min(x.step for x in found.best.values()) <= step
 
@@ -386,7 +386,7 @@ def test_a_search_looks_at_what_it_is_asked_for(asked, holds, capsys, tmp_path):
 def test_a_search_that_is_interrupted_says_its_best_so_far():
     config = parse(Config, [*MODEL.split(), "--global-batch-size", "8"])
 
-    def interrupted(done, among, best):
+    def interrupted(done, among, best, *_):
         if best is not None:
             raise KeyboardInterrupt
 

@@ -103,5 +103,3 @@ def _changes(config: Config) -> Iterator[tuple[str, Any]]:
                 yield "overlap_param_gather", True
             if par.ddp_bucket_size is None and par.ddp_num_buckets is None:
                 yield "ddp_bucket_size", BUCKET
-    assert config.batch.micro_batch_size is not None
-    yield "micro_batch_size", 2 * config.batch.micro_batch_size

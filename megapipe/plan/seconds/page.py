@@ -96,7 +96,7 @@ def in_short(found: dict[str, Any]) -> str:
     """
     return (
         f"{found['seconds']:.4g} s, {found['tokens_per_second']:,.0f} tokens/s, "
-        f"MFU {found['mfu']:.1%}, bubble {found['bubble']:z.1%}"
+        f"MFU {found['mfu']:.1%}, bubble {found['bubble']:z.1%} of the step"
     )
 
 

@@ -48,6 +48,7 @@ class Measured:
         copies: times of each rank's copies to and from the host, if the table has O and L.
         predicted_copies: the prediction of these times.
         again: the prediction from the passes of the first steps; None before there is one.
+        by: what passes and bubble are predicted by, in words.
     """
 
     steps: int
@@ -68,6 +69,7 @@ class Measured:
     copies: tuple[Copied, ...] = ()
     predicted_copies: tuple[Copied, ...] = ()
     again: Again | None = None
+    by: str = "FLOPs"
 
     @property
     def of_messages(self) -> float:
@@ -125,8 +127,10 @@ def measured(
             predicted_copies.append(Copied(*(speed * x for x in of_rank)))
     copies_by_rank = zip(*map(_summed, copies), strict=True)
     predicted = replace(counted, f=f, b=b, w=w)
+    by = "FLOPs" if of_plan.given is None else "costs"
     of_passes = (plan.makespan * speed, bubble_of(plan))
     if again is not None and by_again:
+        by = "measured times"
         of_passes = again.of_table(schedule)
         predicted = replace(counted, f=again.costs.f, b=again.costs.b, w=again.costs.w)
     return Measured(
@@ -148,6 +152,7 @@ def measured(
         tuple(Copied(*_medians(of_rank)) for of_rank in copies_by_rank),
         tuple(predicted_copies),
         again,
+        by,
     )
 
 

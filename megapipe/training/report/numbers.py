@@ -78,11 +78,14 @@ PASSES = (
     ),
     Number(
         lambda now: (now.bubble, now.predicted_bubble),
-        short=(4, lambda bubble: f"bubble {bubble[0]:z.0%} (plan {bubble[1]:.0%})"),
         line_tag=f"{PREFIX}bubble",
         key="bubble",
     ),
-    Number(bubble, "bubble: {:z.1%} ({}), predicted bubble: {:z.1%}"),
+    Number(
+        bubble,
+        "bubble: {:z.1%} ({}), predicted bubble by {}: {:z.1%}",
+        short=(4, lambda x: f"bubble {x[0]:z.0%} (by {x[2]} {x[3]:.0%})"),
+    ),
     Number(parts, line_tag=f"{PREFIX}bubble-of-{{}}", key="bubble_parts"),
     Number(again, key="by_measured_passes", null=False),
     Number(exposed_text, "exposed communication: {}"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from statistics import median
 
 from megapipe.config import Config
 from megapipe.distributed.device import peak_tflops, synchronize
@@ -73,6 +75,7 @@ class Reporter:
         self._peak = config.log.device_peak_tflops or peak_tflops(mesh.device)
         self._place = place
         self._compared = False
+        self._all = array("d")
         # Durations of the last steps, but never the first, for the second prediction.
         self._seconds: deque[float] = deque(maxlen=2 * WINDOW)
         self._counters = Counters(config, mesh, plan, speaker, speaks=self.speaks)
@@ -156,6 +159,7 @@ class Reporter:
         # The first step is slower than all others.
         if not first:
             self._seconds.append(window.last_seconds)
+            self._all.append(window.last_seconds)
         # Known on all ranks, though one alone has boards: the norm below is collective.
         has_board = log.tensorboard_dir or log.wandb_project
         on_board = has_board and n % log.tensorboard_log_interval == 0
@@ -249,6 +253,30 @@ class Reporter:
         """Leave the time since the last step out of the next step's time."""
         # Evaluations and saves are no part of an iteration's time.
         self._window.restart()
+
+    def summary(self, n: int, samples: int, saved: int) -> None:
+        """Print a line on this process's whole run.
+
+        Args:
+            n: the iteration after which it ended.
+            samples: number of samples that it trained on.
+            saved: iteration of the newest checkpoint on disk.
+        """
+        if not self._all:
+            return
+        tokens = samples * self.config.batch.sequence
+        parts = [
+            f"ended after iteration {n}: {len(self._all) + 1:,} steps, {tokens:,} tokens",
+            f"median {median(self._all):.4g} s a step",
+        ]
+        now = self._counters.now
+        if now is not None and len(now.ranks) > 1:
+            parts.append(
+                f"bubble {now.bubble:.1%}, predicted by {now.by} {now.predicted_bubble:.1%}"
+            )
+        save = self.config.checkpoint.save
+        parts.append(f"checkpoint of iteration {saved} in {save}" if save else "no checkpoint")
+        self.say("; ".join(parts))
 
     def close(self) -> None:
         """Flush and close all outputs."""

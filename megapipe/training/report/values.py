@@ -33,8 +33,8 @@ def speed(moment: Moment) -> tuple[str, float]:
     return "TFLOP/s", moment.tflops
 
 
-def bubble(now: Measured) -> tuple[float, str, float] | None:
-    """Return (bubble, text with the parts of the bubble, predicted bubble).
+def bubble(now: Measured) -> tuple[float, str, str, float] | None:
+    """Return (bubble, text with the shares of its parts, how it is predicted, predicted bubble).
 
     The bubble is a fraction of the passes' time. The parts are what causes it: table, stages, host
     and messages. Returns None without a pipeline.
@@ -46,7 +46,7 @@ def bubble(now: Measured) -> tuple[float, str, float] | None:
     rest = shares.pop("messages")
     shares["residual" if round(rest, 3) < 0 else "messages"] = rest
     text = ", ".join(f"{name} {x:z.1%}" for name, x in shares.items())
-    return now.bubble, text, now.predicted_bubble
+    return now.bubble, text, now.by, now.predicted_bubble
 
 
 def parts(now: Measured) -> dict[str, float]:

@@ -137,7 +137,7 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms"] * 1e3)
 
 
-@pytest.mark.parametrize("columns, ends", [(40, r"bubble +\d+% \(plan \d+%\)"), (120, r"lr \d\.\d\de[+-]\d\d")])
+@pytest.mark.parametrize("columns, ends", [(40, r"bubble +\d+% \(by FLOPs \d+%\)"), (120, r"lr \d\.\d\de[+-]\d\d")])
 def test_on_a_terminal_a_line_is_for_people_and_as_wide_as_it(capsys, monkeypatch, columns, ends):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -299,7 +299,7 @@ def test_metrics_of_ones_own_take_no_other_number_out_of_the_short_line(own):
 def test_the_parts_stand_behind_the_bubble_that_they_add_up_to(bubble, parts, text):
     now = Measured(1, Costs(), (Spent(1, 1, 1, 0),) * 2, 1.0, bubble, *parts, 1.0, 0.186, Costs(), (), ())
     *_, said = fields(PASSES, now)
-    assert said == f"bubble: {text}, predicted bubble: 18.6%"
+    assert said == f"bubble: {text}, predicted bubble by FLOPs: 18.6%"
 
 
 @pytest.mark.parametrize(("predicted", "text"), [(None, "6.0%"), (0.08, "6.0%, predicted 4.0%")])
