@@ -111,3 +111,28 @@ def test_a_machine_reads_what_the_table_says(tmp_path, capsys):
     assert [f"{stage['parameters']:,}" for stage in told["stages"]] == [row[-4] for row in shown]
     assert [f"{peak / 2**30:.3g}" for peak in told["peak_bytes"]] == [row[-1] for row in shown]
     assert [stage["layers"] for stage in told["stages"]] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_page_names_the_one_change_that_shortens_its_step_most(capsys):
+    """Experts were split over tensor parallelism by default, across nodes, and no page said so."""
+    flags = (
+        "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 8 --sequence-parallel --world-size 64 "
+        "--num-attention-heads 8 --hidden-size 1024 --seq-length 1024 --max-position-embeddings 1024 --num-experts 8 "
+        "--moe-router-topk 2 --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall --bf16 "
+        "--global-batch-size 64"
+    )
+    one = [*MODEL.split(), *flags.split()]
+    command("plan")(one)
+    said = capsys.readouterr().out
+    first, *others = re.findall(
+        r"^one change alone: (--\S+) (\S+): (\S+) s, (-\S+)%, peak \S+ GiB$", said, re.MULTILINE
+    )
+    assert len(others) <= 2
+    name, value, seconds, gain = first
+    assert (name, value) == ("--expert-tensor-parallel-size", "1")
+    steps = []
+    for line in (one, [*one, name, value]):
+        command("plan")([*line, "--json", "-"])
+        steps.append(json.loads(capsys.readouterr().out)["step"]["predicted"]["seconds"])
+    assert float(seconds) == pytest.approx(steps[1], rel=1e-3)
+    assert float(gain) == pytest.approx(100 * (steps[1] / steps[0] - 1), abs=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import pytest
 from short_run import config, datasets, run_of
@@ -96,6 +97,13 @@ def test_a_run_whose_prediction_fails_says_so_once_and_predicts_by_measured_time
     assert f"a step takes {again['step_ms']:.1f} ms" in said
     assert rows[-1]["predicted_bubble"] == again["bubble"]
     assert rows[-1]["predicted_passes_ms"] < again["step_ms"]
+    # The log closes with a line on the run. The first step is slower than all others.
+    tokens = 8 * asked.global_batch_size * asked.batch.sequence
+    seconds = median(row["step_ms"] for row in rows[1:]) / 1e3
+    assert said.splitlines()[-1] == (
+        f"ended after iteration 8: 8 steps, {tokens:,} tokens; median {seconds:.4g} s a step; bubble "
+        f"{rows[-1]['bubble']:.1%}, predicted by measured times {again['bubble']:.1%}; no checkpoint"
+    )
 
 
 def test_a_run_without_a_pipeline_has_no_bubble_to_predict_again(tmp_path, capsys):
