@@ -119,6 +119,7 @@ def test_a_page_names_the_one_change_that_shortens_its_step_most(capsys):
         "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 8 --sequence-parallel --world-size 64 "
         "--num-attention-heads 8 --hidden-size 1024 --seq-length 1024 --max-position-embeddings 1024 --num-experts 8 "
         "--moe-router-topk 2 --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall --bf16 "
+        "--moe-ffn-hidden-size 64 "
         "--global-batch-size 64"
     )
     one = [*MODEL.split(), *flags.split()]
