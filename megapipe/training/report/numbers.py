@@ -84,7 +84,7 @@ PASSES = (
     Number(
         bubble,
         "bubble: {:z.1%} ({}), predicted bubble by {}: {:z.1%}",
-        short=(4, lambda x: f"bubble {x[0]:z.0%} (by {x[2]} {x[3]:.0%})"),
+        short=(4, lambda x: f"bubble {x[0]:z.0%} (by {x[2].split()[-1]} {x[3]:.0%})"),
     ),
     Number(parts, line_tag=f"{PREFIX}bubble-of-{{}}", key="bubble_parts"),
     Number(again, key="by_measured_passes", null=False),

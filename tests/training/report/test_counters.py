@@ -137,7 +137,9 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms"] * 1e3)
 
 
-@pytest.mark.parametrize("columns, ends", [(40, r"bubble +\d+% \(by FLOPs \d+%\)"), (120, r"lr \d\.\d\de[+-]\d\d")])
+@pytest.mark.parametrize(
+    "columns, ends", [(40, r"bubble +\d+% \(by (FLOPs|times) \d+%\)"), (120, r"lr \d\.\d\de[+-]\d\d")]
+)
 def test_on_a_terminal_a_line_is_for_people_and_as_wide_as_it(capsys, monkeypatch, columns, ends):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
