@@ -24,7 +24,7 @@ _MOST = 3
 _LEAST_GAIN = 0.01
 """The least gain, as a fraction of the step, of a change that is printed."""
 _MORE = 1.2
-"""The most memory of a changed plan, in that of the plan, where no memory of a device is known."""
+"""Factor by which a change may raise the peak if the memory of a device is not known."""
 _PASSES = 4096
 """The largest number of forwards of a table: larger ones take seconds for each change."""
 

@@ -14,9 +14,9 @@ gather its updated weights, which takes a. A step becomes longer by
 - With --overlap-param-gather a rank gathers its stages in the order of the model at the start of
   the next step. Forwards of a stage wait for its gather: lead is the longest such wait.
 
-Assumed is that communication does not slow the passes down, that a stage's layers take equal times,
-and that no pass makes up for a late first forward. Ranks end a step together, so the slowest one
-counts. Collectives are rings, see `messages.ring`.
+Communication is assumed not to slow the passes down. A stage's layers are assumed to take equal
+times, and no pass to make up for a late first forward. Ranks end a step together, so the slowest
+one counts. Collectives are rings, see `messages.ring`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _of_stage(plan: Plan, stage: int) -> OfRank:
 
 
 class _Used(NamedTuple):
-    """When passes use a stage.
+    """The times at which passes use a stage.
 
     Attributes:
         first: the start of its first forward.

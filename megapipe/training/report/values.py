@@ -34,7 +34,7 @@ def speed(moment: Moment) -> tuple[str, float]:
 
 
 def bubble(now: Measured) -> tuple[float, str, str, float] | None:
-    """Return (bubble, text with the shares of its parts, how it is predicted, predicted bubble).
+    """Return (bubble, text with its parts, how it is predicted, predicted bubble).
 
     The bubble is a fraction of the passes' time. The parts are what causes it: table, stages, host
     and messages. Returns None without a pipeline.

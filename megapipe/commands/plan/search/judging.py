@@ -111,8 +111,8 @@ class Judging:
     def judge(self, candidates: list[Candidate], before: int = 0) -> None:
         """Judge one candidate of each group of similar ones, and then all others.
 
-        In both rounds the candidates with the smallest lower bounds come first. Those that may
-        still be faster than the best plan are judged at last.
+        In both rounds the candidates with the smallest lower bounds come first. At last
+        follow skipped candidates that may still be faster than the best plan.
 
         Args:
             before: the number of candidates that were judged earlier, for the progress.

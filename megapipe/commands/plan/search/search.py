@@ -73,7 +73,7 @@ def search(
         memory: bytes of a device.
         vocab: the size of the tokenizer.
         tell: called with (plans so far, all plans or 0 if not known yet, seconds of the best step
-            or None), at last also with what the plans are.
+            or None). At the end a name for the plans is added.
         asked: the user's restrictions of the search.
         jobs: processes that judge plans.
     """
@@ -138,7 +138,7 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked, tell:
         workers: the processes that compute plans.
         screen: has the device and its memory.
         asked: the user's restrictions of the search.
-        tell: called with (plans so far, all these plans, seconds of the best step, what is done).
+        tell: called with (plans so far, all these plans, seconds of the best step, a name for these plans).
     """
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
