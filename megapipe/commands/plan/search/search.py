@@ -138,7 +138,7 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked, tell:
         workers: the processes that compute plans.
         screen: has the device and its memory.
         asked: the user's restrictions of the search.
-        tell: called with (plans so far, all these plans, seconds of the best step, a name for these plans).
+        tell: called with (plans so far, all these plans, seconds of the best step, their name).
     """
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
