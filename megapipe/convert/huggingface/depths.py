@@ -27,8 +27,7 @@ class Depths(Meaning):
     tensors instead.
     """
 
-    def keys(self, key: str) -> Fields:
-        return {key: 0}
+    default = 0
 
     def write(self, key: str, model: ModelConfig) -> Fields:
         return {key: model.depths}

@@ -55,9 +55,6 @@ class DenseFirst(Meaning):
 
     default: Any = NEEDED
 
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
-
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         dense = content[key]
         layers = content["num_hidden_layers"]
@@ -168,9 +165,6 @@ class SharedExperts(Meaning):
 
     default: int | None
 
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
-
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         width = (content[key] or 0) * content["moe_intermediate_size"]
         return {"moe_shared_expert_intermediate_size": width or None}
@@ -190,9 +184,6 @@ class Renormalised(Meaning):
     """
 
     default: bool = True
-
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         problems += expected(content, {key: (True,)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,20 +40,26 @@ def value_of(model: ModelConfig, field: str) -> Any:
     return getattr(model, _PROPERTIES.get(field, field))
 
 
-class Meaning(ABC):
+class Meaning:
     """The meaning of a key of config.json, and of the keys that belong to it.
 
     `keys` says which keys it reads. `read` gives fields of ModelConfig for a config.json, `write`
     the keys for a model. `write_last` is for keys whose value follows from other keys. In each
     method, `key` is the name under which the family's table has this meaning.
+
+    Attributes:
+        default: the value that transformers assumes if the key is missing. Subclasses that read
+            several keys override `keys` instead.
     """
 
-    @abstractmethod
+    default: Any
+
     def keys(self, key: str) -> Fields:
         """Return each key that is read -> the value that transformers assumes if it is missing.
 
         The value is NEEDED for a key that must be given.
         """
+        return {key: self.default}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         """Return the fields of ModelConfig that the keys mean, by name.
@@ -104,9 +109,6 @@ class Same(Meaning):
     unset: Any = None
     only: tuple[Any, ...] = ()
 
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
-
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         value = content[key]
         # All problems of a file are reported at once, so reading goes on.
@@ -136,9 +138,6 @@ class Not(Meaning):
     field: str
     default: bool
 
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
-
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         return {self.field: not content[key]}
 
@@ -159,9 +158,6 @@ class Choice(Meaning):
     field: str
     values: Mapping[Any, Any]
     default: Any
-
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         problems += expected(content, {key: tuple(self.values)})
@@ -186,9 +182,6 @@ class Reciprocal(Meaning):
 
     field: str
     default: float
-
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         divisor = content[key]
@@ -262,9 +255,6 @@ class Only(Meaning):
         self.default = values[0] if default is NEEDED else default
         self.silent = silent
 
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
-
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         problems += expected(content, {key: self.values})
         return {}
@@ -283,9 +273,6 @@ class Unread(Meaning):
 
     default: Any = None
 
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
-
 
 @dataclass(frozen=True)
 class Twin(Meaning):
@@ -300,9 +287,6 @@ class Twin(Meaning):
     other: str
     default: Any
     flag: str
-
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         mine = content[key]
@@ -327,9 +311,6 @@ class Equals(Meaning):
     value: Callable[[Json], Any]
     default: Any = None
 
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
-
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         problems += expected(content, {key: (self.value(content), None)})
         return {}
@@ -347,9 +328,6 @@ class Groups(Meaning):
     """
 
     default: int | None = None
-
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         heads = content["num_attention_heads"]

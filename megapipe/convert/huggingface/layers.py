@@ -110,9 +110,6 @@ class Window(Meaning):
 
     default: int | None
 
-    def keys(self, key: str) -> Fields:
-        return {key: self.default}
-
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         return {"window_size": window_of(content[key])}
 
