@@ -311,7 +311,7 @@ def _search(args: Namespace, recipe: Recipe) -> Search:
 
 
 def _sliced(args: Namespace) -> Recipe:
-    """Return what `_order` returns, with microbatches that are cut in slices by --slices.
+    """Return the recipe of the schedule, with microbatches that --slices cuts in slices.
 
     Raises: ScheduleError for flags that only zb-auto takes, and for a schedule that cannot be cut.
     """

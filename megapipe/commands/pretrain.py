@@ -70,7 +70,7 @@ def _others(found: Read[Flags], config: Config) -> list[str]:
 
     Args:
         found: the command line.
-        config: the run's part of it.
+        config: the configuration by the flags that could be read.
     """
     from megapipe.checks.inputs import path_problems, save_problems
     from megapipe.checks.run import flag_problems

@@ -93,7 +93,7 @@ def _attending(costs: Costs, args: Namespace, names: Sequence[str]) -> Costs:
 
 
 def run_list(args: Namespace) -> int:
-    """Print a line for each schedule of the catalogue and for each file. Return 0."""
+    """Print a line for each built-in schedule and for each file. Return the exit status 0."""
     print(f"{'name':<17} {'stages':<14} {'split':<6} {'copies':<6} about")
     entries = {**SCHEDULES, **SLICED}
     for name in args.files:
@@ -107,7 +107,7 @@ def run_list(args: Namespace) -> int:
 
 
 def run_show(args: Namespace) -> int:
-    """Draw one schedule, or write it to files. Return 0."""
+    """Draw one schedule, or write it to files. Return the exit status 0."""
     _refuse_outputs(args, "json", "csv", "svg", "perfetto", "png", "pdf")
     # --svg is a drawing of the table as text, or with --curves one of the figure's files.
     figure = Files(None, args.png, args.pdf, args.width)
@@ -149,7 +149,7 @@ def _write_table(table: Schedule, shown: Schedule, line: str, args: Namespace) -
     """Write the files of the table that flags of `show` name; a figure is written elsewhere.
 
     Args:
-        table: the schedule of one training step, for .json and .csv files, which a run reads.
+        table: the schedule of one training step, which goes into .json and .csv files, for runs.
         shown: the schedule to draw in other files, which may be of several steps.
         line: a note for the .json file: from what settings the table was made.
     Returns: whether a file was printed to stdout instead of a drawing.
@@ -306,7 +306,7 @@ def _print_idle(args: Namespace, names: Sequence[str]) -> None:
 
 
 def _may_pair(name: str) -> bool:
-    """Return whether a schedule may run two passes together as a pair; True for any file."""
+    """Return whether a schedule may overlap two passes of a rank; True for any file."""
     if is_file(name):
         return True
     if entry_of(name).searched:
@@ -316,7 +316,7 @@ def _may_pair(name: str) -> bool:
 
 
 def run_site(args: Namespace) -> int:
-    """Write the HTML page of all schedules and print its path. Return 0."""
+    """Write the HTML page of all schedules and print its path. Return the exit status 0."""
     if found := list(folder_problems({"site": args.folder})):
         raise ScheduleError(found)
     path = args.folder / "index.html"

@@ -52,10 +52,11 @@ class _Peer:
     """Another rank of the group, as seen from this rank.
 
     Attributes:
-        inbox, outbox: file descriptors of the pipes from it and to it.
-        heard: number of exchanges that it has started, as far as this rank has read from the pipe.
-        slots: {number of an exchange: index of its slot}, for exchanges that the peer has started
-            and this rank has not waited for.
+        inbox, outbox: file descriptors of the pipes from the other rank and to it.
+        heard: number of exchanges that the other rank has started, as far as this rank has read
+            from the pipe.
+        slots: {number of an exchange: index of the `_Slot` that serves it}, for exchanges that the
+            other rank has started and this rank has not waited for.
     """
 
     inbox: int

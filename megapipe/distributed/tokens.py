@@ -171,7 +171,7 @@ class Documents:
 
 
 def find_documents(tokens: Tensor, eod: int, *, isolate: bool, restart: bool) -> Documents:
-    """Return the documents of sequences. A document ends with an end-of-document token.
+    """Return the documents of each sequence. A document ends with an end-of-document token.
 
     Args:
         tokens: [b, s] on the host.

@@ -130,7 +130,7 @@ def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> L
 
 
 def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
-    """Print the text of `report`: what would run. Nothing is started.
+    """Print what a launch with these flags would run. Nothing is started.
 
     Args:
         config: the configuration of the flags.
@@ -141,7 +141,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
 
 
 def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
-    """Return the lines on what would run.
+    """Return lines on what a launch with these flags would run, such as its plan and memory.
 
     With --check-paths no, missing files are listed instead of refused.
 
@@ -212,9 +212,9 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
 
 
 def _seconds(config: Config, plan: Plan) -> str:
-    """Return the line on the predicted time of a step.
+    """Return a line with the predicted time of a step.
 
-    It is empty if the device's speed is not known: a run on CPUs without --rates.
+    The text is empty if the device's speed is not known: a run on CPUs without --rates.
     """
     device = device_of(config)
     if device is None:
@@ -229,7 +229,7 @@ def _seconds(config: Config, plan: Plan) -> str:
 
 
 def _unit(config: Config) -> str:
-    """Return what the times of a plan's passes are counted in, in words."""
+    """Return what the plan takes as times of passes: "FLOPs alone", or a flag's name."""
     if config.parallel.pipeline_costs is not None:
         return "--pipeline-costs"
     return "FLOPs alone"
@@ -270,7 +270,7 @@ def _of_save(config: Config, start: Path | None) -> list[str]:
 
 
 def _room_problems(config: Config, plan: Plan) -> list[str]:
-    """Return the problem of a disk that has no room for a checkpoint of --save."""
+    """Return a text if the disk of --save has no room for a checkpoint; an empty list if it has."""
     save = config.checkpoint.save
     if save is None:
         return []
@@ -318,8 +318,8 @@ def _reordered(
 ) -> TokenDataset | None:
     """Return the training samples if the checkpoint's run may have read them in another order.
 
-    Returns None otherwise. The order may differ only if the length of the two runs differs, as it
-    depends on that. Ordering a large dataset takes a while.
+    Returns None otherwise. The order depends on a run's length, so it may differ only if the
+    lengths of the two runs differ. Ordering a large dataset takes a while.
 
     Args:
         config: the configuration.

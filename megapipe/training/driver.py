@@ -32,10 +32,10 @@ from megapipe.training.steps.totals import Totals
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step after its passes and its update, which did not wait for the norm.
+    """A step whose update did not wait for the gradient norm, after its passes and this update.
 
     Attributes:
-        update: the update, begun.
+        update: the update, whose norm is still being computed.
         totals: the sums of the losses over all ranks, still under way.
         leaving: whether any rank wants to stop, still under way.
     """

@@ -66,7 +66,7 @@ class Hooks:
     reads_on: Callable[[LayerSpan], bool] = lambda span: False
 
     def reading_stages(self, spans: Sequence[LayerSpan]) -> frozenset[int]:
-        """Return the numbers of the stages that `reads_on` selects.
+        """Return the indices of the stages whose data the user's hook `reads_on` asks for.
 
         spans: the layers of every stage.
         """

@@ -70,7 +70,7 @@ class Progress:
     def pass_over(self, batch: int) -> None:
         """Count an iteration whose samples are passed over without a step.
 
-        batch: number of its samples.
+        batch: number of samples of the iteration.
         """
         self.iteration += 1
         self.consumed_train_samples += batch
@@ -79,7 +79,7 @@ class Progress:
     def last_iteration(self, config: Config) -> int:
         """Return the iteration at which the run ends.
 
-        With --train-samples it depends on the batch sizes of the steps so far.
+        With --train-samples this depends on the batch sizes of the steps so far.
         """
         samples = config.batch.train_samples
         if samples is None:

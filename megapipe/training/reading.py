@@ -103,8 +103,9 @@ class Reading:
     def looks(self) -> bool:
         """Return whether a stage of this rank needs tokens.
 
-        Stages with embedding, loss or a prediction depth do, and stages in `also_read`. All stages
-        do if attention or positions end with documents.
+        Stages with embedding, loss or a module of multi-token prediction do, and stages in
+        `also_read`. All stages do if attention stays within documents or positions begin anew in
+        each.
         """
         data = self.config.data
         if data.reset_attention_mask or data.reset_position_ids:

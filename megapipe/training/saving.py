@@ -27,8 +27,8 @@ from megapipe.training.run import Run
 class Saving:
     """Saves the checkpoints of a run.
 
-    `save` saves, or begins to. `look` reports a save in the background once this rank knows how it
-    ended. `finish` waits for it on all ranks, `close` on this rank alone.
+    `save` saves, or with --async-save begins to. `look` reports a save in the background once this
+    rank knows how it ended. `finish` waits for it on all ranks, `close` on this rank alone.
 
     Args:
         run: this rank's part of the run.

@@ -219,7 +219,8 @@ class Launched:
 class Fault:
     """A fault that was injected into a run, and its consequences.
 
-    Call `now` when it is injected, `watch` after that, and `look` until the run has recovered.
+    Call `now` when the fault is injected, `watch` after that, and `look` until the run has
+    recovered.
 
     Attributes:
         kind: the kind of fault, such as "kill"; `main.KINDS` has all of them.

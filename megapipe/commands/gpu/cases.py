@@ -122,7 +122,7 @@ class Case:
 
     @property
     def emulates(self) -> bool:
-        """Whether an emulated GPU can run it: a small training on a GPU, without a compiler."""
+        """Whether an emulated GPU can run this case: a small training, without a compiler."""
         if "cuda" not in self.devices or self.script is not None or self.needs is not None:
             return False
         return self.memory is None and not {"--hidden-size", "--compile"} & {*self.flags.split()}

@@ -333,7 +333,7 @@ def training(
 
 
 def _runs_alone(name: str) -> bool:
-    """Return whether a schedule of the catalogue has a table for a single rank."""
+    """Return whether a built-in schedule has a table for a single rank."""
     try:
         build(name, 1, 4)
     except ScheduleError:

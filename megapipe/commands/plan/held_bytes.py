@@ -13,7 +13,7 @@ from megapipe.training.pretrain import Training
 
 
 def parts_of(training: Training) -> dict[str, float]:
-    """Run steps of a training and return the bytes at their peak, by purpose.
+    """Run steps of a training and return {purpose: bytes} at the peak of memory.
 
     The keys are weights, gradients, optimizer, activations and head (the logits). On a GPU there is
     also `other`: the peak of torch's allocator minus the sum of these.

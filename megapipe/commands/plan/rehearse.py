@@ -191,7 +191,7 @@ def _positions(config: Config, ranks: str | None) -> set[int] | None:
 
 
 def first_equal(config: Config, plan: Plan) -> list[int]:
-    """Return, for each pipeline rank, the first pipeline rank with equal work: [0, 1, 1, 3].
+    """Return, for each pipeline rank, the first one with equal work, such as [0, 1, 1, 3].
 
     Two ranks have equal work if their stages are equal and their passes have the same order. Only
     the first of such ranks is rehearsed.

@@ -147,11 +147,11 @@ class _World(Alone):
 
 
 class _Asked(Exception):
-    """Raised in place of a gather; carries the value that the rank would have given."""
+    """Raised by the first gather of an `_Asking`, with the value that the rank would have sent."""
 
 
 class _Asking(Alone):
-    """An axis whose first gather raises `_Asked` with this rank's value."""
+    """An axis of this rank alone, whose first gather raises `_Asked` with this rank's value."""
 
     def gather_json(self, value: Any) -> list[Any]:
         raise _Asked(json.loads(json.dumps(value)))

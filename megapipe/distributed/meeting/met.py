@@ -54,8 +54,8 @@ class Met:
             parallel: the sizes of the axes, and the timeout.
             device: device of this process.
             facts: {name: value} that must be equal on all ranks; None for the sizes of the axes.
-        Raises: ConfigError if the sizes do not divide the world, if ranks do not arrive in time, or
-            if their facts differ.
+        Raises: ConfigError if the sizes do not divide the number of ranks, if ranks do not arrive
+            in time, or if `facts` differ between ranks.
         """
         guest = dist.is_initialized()
         if guest:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Position:
-    """The place where a rank's main thread is in its work.
+    """The pass, message or other call in which a rank's main thread is.
 
     The main thread writes it with `begin`, `enter` and `leave`. The thread that watches for
     deadlocks reads it without a lock.
@@ -22,7 +22,7 @@ class Position:
             groups' timeouts.
         plan: the passes and messages of this rank in this step, in the executor's order; None until
             the executor begins.
-        hand: {pass: its result}, the results that the executor holds for later passes.
+        hand: {pass: result of the pass}, for results that the executor keeps for later passes.
         comm: the executor's communicator.
     """
 

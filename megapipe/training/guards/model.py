@@ -61,12 +61,12 @@ def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
 def fits(peak: float, mesh: ProcessMesh, memory: float) -> str:
     """Return a line on the GPU memory of NCCL's buffers, which the plan does not count.
 
-    It is a warning if they do not fit.
+    The line is a warning if the buffers do not fit.
 
     Args:
         peak: the plan's peak on this rank, in bytes.
         mesh: this rank's mesh.
-        memory: bytes of its GPU.
+        memory: bytes of this rank's GPU.
     """
     groups = mesh.groups()
     links = mesh.pp.links
@@ -219,8 +219,8 @@ def _compare(whole: Parts, stages: dict[int, Parts]) -> Iterator[str]:
     """Yield a text for each layer or parameter that is not on exactly one stage, or differs.
 
     Args:
-        whole: layers and parameters of the whole model, as `_parts` returns them.
-        stages: by stage, its layers and parameters.
+        whole: {name of a layer or parameter: description} of the whole model.
+        stages: {stage: the same of the stage}.
     """
     stages = {stage: dict(parts) for stage, parts in stages.items()}
     for name in whole:
@@ -246,7 +246,7 @@ def _unite(name: str, stages: dict[int, Parts]) -> None:
 
     Args:
         name: the name of the whole parameter; shard k of n is called name[k/n].
-        stages: by stage, its layers and parameters; changed in place.
+        stages: {stage: {name of a layer or parameter: description}}; changed in place.
     """
     shards = []
     for stage, parts in stages.items():

@@ -94,7 +94,8 @@ class Guard:
             iteration: the step's iteration.
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.
-            again: a text for the error if the step ran twice.
+            again: a text on what a second run of the step gave, for the error; "" if the step ran
+                once.
         Raises: TrainingError for a number that is not finite, unless flags or the loss scale allow
             it, or after too many bad steps in a row.
         """
@@ -120,7 +121,7 @@ class Guard:
         return rate > 0 and random.Random(f"{self.seed} {iteration}").randrange(rate) == 0
 
     def _injected(self, iteration: int) -> None:
-        """Print that an error was simulated. Raises: TrainingError if its type is persistent.
+        """Print that an error was simulated. Raises: TrainingError for a persistent error.
 
         Args:
             iteration: the iteration, for the text.
@@ -145,12 +146,12 @@ class Guard:
     def _count(
         self, result: StepResult, iteration: int, limits: Mapping[str, float], searching: bool
     ) -> None:
-        """Count bad steps in a row, remember the losses of good ones, and print warnings.
+        """Count bad steps in a row, remember the losses of good steps, and print warnings.
 
         Args:
             result: the step's outcome.
             iteration: the step's iteration.
-            limits: by name, the value above which a loss is a spike.
+            limits: {name of a loss: the value above which it is a spike}.
             searching: whether the loss scale can still shrink.
         Raises: TrainingError after --max-bad-iterations-in-a-row.
         """
@@ -185,9 +186,9 @@ class Guard:
             )
 
     def _limits(self) -> dict[str, float]:
-        """Return, by name, the value above which a loss is a spike.
+        """Return {name of a loss: the value above which it is a spike}.
 
-        A name whose losses were never seen has no limit.
+        A loss that was never seen is left out.
         """
         highest = {name: max(losses) for name, losses in self._recent.items()}
         # FACTOR says nothing about a loss that may be 0 or negative.
@@ -198,8 +199,8 @@ def _above(losses: Mapping[str, float], limits: Mapping[str, float]) -> bool:
     """Return whether any loss is above its limit.
 
     Args:
-        losses: the losses by name.
-        limits: limits by name. A loss without a limit is never above it.
+        losses: {name: loss}.
+        limits: {name: limit}. A loss without a limit counts as below.
     """
     return any(loss > limits[name] for name, loss in losses.items() if name in limits)
 

@@ -90,11 +90,11 @@ class Stopping:
     def reason(self, iteration: int, asked: Sequence[str] = ()) -> str | None:
         """Return a text with the reason to stop, equal on all ranks; None to go on.
 
-        Collective in iterations that ask for it.
+        Collective over the world in iterations in which a flag allows a stop.
 
         Args:
             iteration: the iteration that has ended.
-            asked: names of trigger files, as `triggered` returned them.
+            asked: names of the trigger files that were found, such as "exit".
         """
         why = self._asked()
         if why is None and "exit" in asked:

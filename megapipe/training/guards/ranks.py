@@ -75,10 +75,10 @@ def facts(
 
 
 def contents(config: Config, train: TokenDataset | None = None) -> dict[str, str]:
-    """Return, by name, digests of data and tokenizer, which a resumed run must find again.
+    """Return {name: digest} of data and tokenizer, which a resumed run must find again.
 
-    The names of files do not count. "data_path" covers indices, sizes and weights. "tokens" and
-    "order", of the first samples, are missing in the first version of checkpoints.
+    The names of files do not count. "data_path" is the digest of the .idx files, sizes and weights.
+    "tokens" and "order", of the first samples, are missing in the first version of checkpoints.
 
     Args:
         config: the run's configuration.

@@ -24,7 +24,7 @@ from megapipe.errors import ConfigError, RanksDiffer
 def check_replicas(
     modules: Sequence[nn.Module], mesh: ProcessMesh, *, mirrored: bool, after: int | None = None
 ) -> None:
-    """Compare parameters and buffers over all ranks that have the same ones.
+    """Compare parameters and buffers between all ranks that have a copy of the same tensor.
 
     Parameters that tensor parallelism does not split are also compared over tensor-parallel ranks.
     A rank sends one hash if nothing differs. Collective over the mesh.
@@ -77,14 +77,14 @@ def check_replicas(
 def _unsplit(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return, of these tensors, the parameters that tensor parallelism does not split.
 
-    params: the parameters by name; other tensors are buffers.
+    tensors: {name: parameter or buffer}. params: {name: parameter}.
     """
     # Not buffers: without a layout nobody knows whether each rank has a part of one.
     return {name: x for name, x in tensors.items() if name in params and layout_of(x).dim is None}
 
 
 def _differing(axis_name: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield a line for each tensor that differs between ranks of an axis. Collective over it.
+    """Yield a line for each tensor that differs between ranks of an axis. Collective over the axis.
 
     Args:
         axis_name: the name of the axis in the lines, such as data-parallel.
@@ -107,13 +107,13 @@ def _differing(axis_name: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Ite
 
 
 def hashes(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, str]:
-    """Return, by name, a text that says whether a tensor is frozen, and a hash of its bits.
+    """Return {name: text} with a hash of each tensor's bits, after "frozen " for a frozen one.
 
     Hashes are computed where the tensors are, and copied to the host once.
 
     Args:
         tensors: the tensors by name.
-        device: where the hashes are put together.
+        device: the device from which all hashes are copied to the host.
     """
     folded = [_folded(_as_int64(x)).to(device) for x in tensors.values()]
     values = torch.stack(folded).tolist() if folded else []

@@ -58,9 +58,9 @@ class Again:
         return self.passes + self.outside
 
     def of_table(self, schedule: Schedule) -> tuple[float, float]:
-        """Return the predicted (passes, bubble) of another table, such as for another batch size.
+        """Return the predicted (seconds of the passes, bubble) of another table.
 
-        The table must have the same stages.
+        The table must have the same stages, but for example another batch size.
         """
         if schedule is self.schedule:
             return self.passes, self.bubble
@@ -74,7 +74,7 @@ def predict_again(
     seconds: Sequence[float],
     copies: StepsRan = (),
 ) -> Again:
-    """Return the prediction of a step from measured ones under the same table.
+    """Return the prediction of a step from measured steps under the same table.
 
     Args:
         steps: [step][pipeline rank] -> the measured passes.

@@ -73,7 +73,7 @@ class Measured:
 
     @property
     def of_messages(self) -> float:
-        """Return the bubble without its other three parts: the waits for messages."""
+        """Return the bubble's waits for messages: what its other three parts leave."""
         return self.bubble - self.of_table - self.of_stages - self.of_host
 
 
@@ -168,7 +168,7 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 def _summed(ranks: Sequence[Sequence[Ran]]) -> list[Copied]:
     """Return each rank's total times of copies in one step: out, back, and waits for them.
 
-    ranks: [pipeline rank] -> its measured copies.
+    ranks: [pipeline rank] -> measured copies of the rank.
     """
 
     def total(row: Sequence[Ran], lane: Lane) -> float:

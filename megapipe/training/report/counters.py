@@ -186,10 +186,10 @@ class Counters:
         return self._sample(costs, schedule)
 
     def predict_again(self, seconds: Sequence[float]) -> Again | None:
-        """Return a prediction of the step from the passes so far, on the rank that writes the log.
+        """Predict the step from the passes measured so far, on the rank that writes the log.
 
-        If its bubble differs from the plan's by DIFFERS or more, `now` predicts by it from here on.
-        Returns None on any other rank, and unless `measures_enough`.
+        If the new bubble differs from the plan's by DIFFERS or more, `now` has the new prediction
+        from here on. Returns None on any other rank, and before enough steps were measured.
 
         Args:
             seconds: the durations of the last steps.

@@ -101,8 +101,8 @@ def first_job(text: str, world: int) -> tuple[float, float] | None:
     Args:
         text: the content of progress.txt.
         world: the world size.
-    Returns: (start of its first job, in seconds since 1970; FLOPs trained up to the last checkpoint
-        before that start). None if the last job has another size.
+    Returns: (start of the first job of the series, in seconds since 1970; FLOPs trained up to the
+        last checkpoint before that start). None if the last job has another size.
     """
     found = None
     saved = 0.0

@@ -26,7 +26,7 @@ class Window:
         seconds: total time of the steps.
         last_seconds: time of the last step.
         iterations: number of steps.
-        samples: number of their samples.
+        samples: number of samples of the steps.
         skipped: number of steps that updated nothing.
         nan: number of steps with a loss that is not finite.
         guessed: number of updates that did not wait for the norm.
@@ -55,15 +55,15 @@ class Window:
     def printed(self, *, regular: bool) -> None:
         """Begin a new window after a line, if the line was a regular one.
 
-        The line of the first iteration is not regular but additional, as in Megatron-LM. Its step
-        counts in the first regular line too.
+        The line of the first iteration is not regular but additional, as in Megatron-LM. The first
+        iteration therefore counts in the first regular line too.
         """
         self.first = False
         if regular:
             self.clear()
 
     def clear(self) -> None:
-        """Begin a new window of iterations: set its counts and sums to 0."""
+        """Set all counts and sums to 0."""
         self.skipped = 0
         self.nan = 0
         self.guessed = 0
@@ -99,7 +99,7 @@ class Window:
         self._last = result.shown
 
     def restart(self) -> None:
-        """Leave the time since the last step out of the next step's time."""
+        """Do not count a pause since the last step, such as an evaluation, as step time."""
         self._since = time.monotonic()
 
     @property

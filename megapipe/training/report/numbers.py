@@ -262,7 +262,7 @@ def fields(rows: Sequence[Number], moment: Any) -> Iterator[str]:
 
 
 def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
-    """Return the values for TensorBoard and Weights & Biases by tag.
+    """Return {tag: value} for TensorBoard and Weights & Biases.
 
     Args:
         moment: the values to report.
@@ -283,7 +283,7 @@ def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
 
 
 def as_json(moment: Moment) -> dict[str, Any]:
-    """Return the values for --metrics-file by key.
+    """Return {key: value} for --metrics-file.
 
     Args:
         moment: the state of the run to report.

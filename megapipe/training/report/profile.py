@@ -15,7 +15,7 @@ from megapipe.config import LogConfig
 def trace_path(log: LogConfig, rank: int) -> Path:
     """Return the file for the trace of a rank.
 
-    It is torch_profile/rank-N.json.gz next to the TensorBoard folder, as in Megatron-LM.
+    The file is torch_profile/rank-N.json.gz next to the TensorBoard folder, as in Megatron-LM.
 
     Args:
         log: the logging flags.
@@ -45,7 +45,7 @@ class Profiler:
         self._began = 0
 
     def before(self, iteration: int) -> None:
-        """Begin to record before a step, if the window begins with it.
+        """Begin to record before a step, if the profiled steps begin with this one.
 
         iteration: number of steps so far.
         """
@@ -66,7 +66,7 @@ class Profiler:
             self._began = iteration
 
     def after(self, iteration: int) -> bool:
-        """Write the trace after a step, if the profiled steps end with it.
+        """Write the trace after a step, if the profiled steps end with this one.
 
         iteration: number of steps so far.
         Returns: whether a trace was written.

@@ -139,7 +139,7 @@ class Reporter:
     def iteration(
         self, result: StepResult, progress: Progress, lr: float, optimizer: Optimizer
     ) -> None:
-        """Report a step: a line at --log-interval and after the first, boards at their interval.
+        """Report a step: a line at --log-interval, and values for boards at their interval.
 
         Every rank must call this: with --log-params-norm or --timing-log-level some calls are
         collective.
@@ -229,7 +229,7 @@ class Reporter:
         """Report an evaluation.
 
         Args:
-            losses: means by name.
+            losses: {name: mean loss}.
             where: names the evaluation, such as "iteration 100".
             samples: numbers of the samples that were evaluated.
             progress: iterations and samples so far.
@@ -250,7 +250,7 @@ class Reporter:
         self._timers.wait(time.perf_counter() - began)
 
     def pause(self) -> None:
-        """Leave the time since the last step out of the next step's time."""
+        """Do not count a pause since the last step, such as an evaluation, as step time."""
         # Evaluations and saves are no part of an iteration's time.
         self._window.restart()
 

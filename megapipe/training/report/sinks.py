@@ -62,7 +62,7 @@ class TensorBoard(Sink):
     def scalars(
         self, values: Mapping[str, float], iteration: int, samples: int | None = None
     ) -> None:
-        """Write values by tag, against the iteration.
+        """Write values, {tag: value}, against the iteration.
 
         samples: number of samples so far; Megatron's tags are then written against this number too.
             None writes against the iteration only.
@@ -117,10 +117,10 @@ class WeightsAndBiases(Sink):
     def scalars(
         self, values: Mapping[str, float], iteration: int, samples: int | None = None
     ) -> None:
-        """Send values by tag, against the iteration.
+        """Send values for the iteration.
 
         Args:
-            values: the values by tag.
+            values: {tag: value}.
             iteration: the iteration.
             samples: number of samples so far, which Megatron-LM's tag `samples vs steps` shows;
                 None leaves the tag out.
@@ -152,7 +152,7 @@ class MetricsFile(Sink):
         """Append one JSON object; numbers that are not finite become null.
 
         Args:
-            values: the numbers of a step by key.
+            values: {key: number} of a step.
         """
         if self._to is None:
             return

@@ -15,7 +15,7 @@ from megapipe.flags.stop import take_any_name
 def stdout_may_break() -> Iterator[None]:
     """Return a context in which a broken standard output costs one warning and no error.
 
-    It breaks by `| head` or a full disk.
+    For example after `| head`, or on a full disk.
     """
     # If a standard stream is closed, the next opened file gets its number, and all warnings would
     # be written into that file. Opening /dev/null occupies the free numbers up to 2.

@@ -57,7 +57,7 @@ class Timers:
         self.restart()
 
     def restart(self) -> None:
-        """Drop all steps so far, to begin new means."""
+        """Forget all steps so far; the next means are of later steps."""
         self._sums = defaultdict[str, float](float)
         self._steps = 0
 
@@ -81,7 +81,7 @@ class Timers:
             self._open.append((watch, watch.mark()))
 
     def read(self) -> dict[str, list[float]]:
-        """Return, by name of the timer, the mean seconds of a step on each rank of the world.
+        """Return {name of a timer: mean seconds of a step on each rank of the world}.
 
         Timers that are 0 on all ranks are left out. The device must have finished all steps.
         Collective over the world with --timing-log-level; empty without it.
@@ -107,7 +107,7 @@ class Timers:
 
 
 def of_step(row: Sequence[Ran], end: float) -> dict[str, float]:
-    """Return the seconds of one step on one rank, by name of the timer.
+    """Return {name of a timer: seconds of one step on one rank}.
 
     Args:
         row: the rank's measured passes in the order in which they ran.

@@ -66,7 +66,8 @@ class StepReading:
         eod: end-of-document id of the tokenizer.
         also_read: stages that get batches in addition to those with embedding or loss.
         microbatches: of this data-parallel rank; an item is read only if a stage needs it.
-        documents: returns the documents of a microbatch by its index; None if they do not matter.
+        documents: returns the documents of the microbatch with an index; None if attention and
+            positions ignore documents.
     """
 
     config: Config
@@ -101,7 +102,7 @@ class StepReading:
     def batches(self, stage: int) -> Rewinding[Batch] | None:
         """Return an iterator over a stage's microbatches, or slices, in the order of its forwards.
 
-        Returns None if the stage reads none.
+        Returns None if the stage needs no batches.
         """
         config = self.config
         mesh = self.mesh

@@ -23,9 +23,9 @@ class Routed:
 
     Attributes:
         losses: each loss by Megatron-LM's name, its mean over the layers, without its coefficient.
-        per_layer: the same losses for each layer of the model, then for each prediction depth. A
-            layer without experts has 0.
-        tokens: by layer, for each expert the number of tokens that were routed to it.
+        per_layer: the same losses for each layer of the model, then for each module of multi-token
+            prediction. A layer without experts has 0.
+        tokens: {layer: (number of tokens routed to each expert)}.
     """
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Routed:
 
     @property
     def busiest(self) -> tuple[float, int] | None:
-        """Return (load of the busiest expert, its layer); None if no expert has any tokens.
+        """Return (load of the busiest expert, its layer's index); None without any tokens.
 
         The load is the expert's tokens divided by the mean over the experts of its layer.
         """
@@ -81,8 +81,8 @@ class Routers:
     def table(self) -> Tensor | None:
         """Return this rank's sums of a step, [layers * (losses + experts)] in float64.
 
-        Each layer, or prediction depth, has its losses summed over microbatches, then each expert's
-        number of tokens. Returns None for a model without experts.
+        For each layer and module of multi-token prediction: the losses summed over microbatches,
+        then the number of tokens of each expert. Returns None for a model without experts.
         """
         model = self.model
         if not model.has_experts:
@@ -133,7 +133,7 @@ class Routers:
         return Routed(losses, per_layer, tokens)
 
     def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (expert bias, its value after this step) of each layer (Wang et al. 2024).
+        """Return (expert bias, the bias after this step) of each layer (Wang et al. 2024).
 
         An expert's bias goes up by --moe-router-bias-update-rate if its load is below the mean, and
         down if it is above. The load counts all ranks and microbatches. Collective over the

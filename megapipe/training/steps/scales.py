@@ -53,9 +53,9 @@ class Scales:
                 part.keeping(False)
 
     def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (amax history, its value after this step) of each tensor that FP8 scales.
+        """Return (amax history, the history after this step) of each tensor that is scaled for FP8.
 
-        Each value is the largest over all ranks with the layer. Collective over these ranks.
+        Each absolute maximum is the largest over all ranks with the layer. Collective over these.
         """
         if not self._delayed:
             return []

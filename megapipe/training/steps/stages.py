@@ -102,14 +102,14 @@ class Stages:
         self.costs = costs
 
     def under(self, config: Config, schedule: Schedule) -> Stages:
-        """Return the same stages on the same ranks, with another batch size and its table."""
+        """Return the same stages on the same ranks, for another batch size and its schedule."""
         # Shallow: modules, engine and routers are shared.
         other = copy(self)
         other.take(config, schedule)
         return other
 
     def take(self, config: Config, schedule: Schedule) -> None:
-        """Use another batch size and its table from the next step on.
+        """Use another batch size and its schedule from the next step on.
 
         All ranks must call this before the same step.
         """

@@ -67,7 +67,7 @@ class StepResult:
 
     @property
     def shown(self) -> dict[str, float]:
-        """Return all losses for logs by name: loss_func's, then the routers'."""
+        """Return {name: loss} for logs: losses of loss_func, then of the routers."""
         return self.losses | self.routed.losses
 
 
@@ -116,7 +116,7 @@ class Update:
         Args:
             stages: this rank's stages, whose backward passes are over.
             optimizer: this rank's optimizer.
-            sums: the sums of this step's gradients over data parallelism, begun.
+            sums: the reductions of this step's gradients over data parallelism, under way.
             rates: learning rates and weight decay.
             scale: factor on the gradients.
             guess: update at once, without waiting for the norm.
@@ -181,7 +181,7 @@ class Update:
         )
 
     def _apply(self, shrink: float = 1.0) -> Gradients:
-        """Update all weights, and return the gradients with all their factors applied.
+        """Update all weights, and return the gradients, scaled and clipped.
 
         shrink: the clipping factor.
         """
@@ -210,7 +210,7 @@ class Update:
 
 
 def weights_of(optimizer: Optimizer, sums: Reduction | None = None) -> list[Weights]:
-    """Return, for each stage of this rank, the functions of passes that act on its weights.
+    """Return, for each stage of this rank, the functions that passes such as a weight update run.
 
     Args:
         optimizer: this rank's optimizer.

@@ -36,10 +36,10 @@ class Totals:
     `means` divides sums by counts.
 
     Attributes:
-        sums: name -> (sum, count) of reported values. A single number of a microbatch counts as 1.
+        sums: {name: (sum, count)} of reported values. A single number of a microbatch has count 1.
         tokens: the sum of the token numbers that loss_func returned; 0 if it returns none.
         finite: whether every differentiated loss was finite.
-        extra: the sums of the further numbers given to `Adder.start`.
+        extra: sums of the argument `extra` of `Adder.start` over all ranks.
     """
 
     sums: dict[str, tuple[float, float]]
@@ -66,7 +66,7 @@ class Totals:
 class Adder:
     """Sums losses over the ranks of a mesh; `start` begins one sum.
 
-    Remembers the names that were reported last, so that ranks agree on their order.
+    Remembers the names of the losses of the last step, so that ranks agree on their order.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:

@@ -212,8 +212,8 @@ def under(cell: Config, name: str, chunks: int | None) -> Config:
 def _split(config: Config, name: str, ranks: int, chunks: int | None) -> str | None:
     """Return a --pipeline-model-parallel-layout that divides layers as evenly as possible.
 
-    None if all stages get equally many: a run then needs no layout. Without one it refuses layers
-    that do not divide, such as DeepSeek-V3's 61.
+    Returns None if all stages get equally many layers, as a run then needs no layout. Without a
+    layout a run refuses other numbers of layers, such as DeepSeek-V3's 61.
 
     Args:
         name: the schedule's name.

@@ -75,8 +75,8 @@ def limited(config: Config, memory: float) -> Config:
 def _knows_links(config: Config, device: Device) -> Config:
     """Return the configuration with data_parallel_flops_per_byte of this device.
 
-    It says how many FLOPs the device computes while a gather brings one byte. A run with sharded
-    weights decides by it, and by its memory, how long it keeps gathered weights.
+    This is the number of FLOPs that the device computes while a gather brings one byte. A run with
+    sharded weights decides by this number, and by the memory, how long gathered weights are kept.
     """
     gathered = 1e12
     seconds = ring(device, gathered, config.weight_replicas, replicas(config))

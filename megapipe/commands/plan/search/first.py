@@ -32,11 +32,10 @@ def usual(asked: Asked) -> Asked | None:
 
 
 def first_that_fits(candidates: Iterable[Candidate], screen: Screen) -> Sketch | None:
-    """Return the first plan that fits; None if the first plans do not.
+    """Return the first candidate that fits in memory; None if none of them does.
 
     Args:
-        candidates: plans under the restrictions of `usual`. A generator makes only as many as are
-            tried.
+        candidates: plans to try in this order. A generator makes only as many as are tried.
         screen: decides whether a plan fits.
     """
     for candidate in islice(candidates, _TRIES):

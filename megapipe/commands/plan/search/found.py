@@ -30,8 +30,8 @@ class Limits(NamedTuple):
     plan of each layout, and the best OF_KIND layouts of each kind.
 
     Attributes:
-        steps: {kind: {layout: its best step so far}}.
-        last: {kind: the step of the slowest layout that is kept}, for kinds with OF_KIND layouts.
+        steps: {kind: {layout: seconds of the best step so far}}.
+        last: {kind: seconds of the slowest layout's step}, for kinds that have OF_KIND layouts.
     """
 
     steps: dict[Kind, dict[Layout, float]]
@@ -105,7 +105,7 @@ class Search:
             self.keep(answer)
 
     def keep(self, sketch: Sketch) -> None:
-        """Store a plan that fits, unless a faster one with the same key is stored.
+        """Store a plan that fits, unless a faster one of the same layout and kind is stored.
 
         Args:
             sketch: the plan.
@@ -117,10 +117,11 @@ class Search:
         self.lost[SLOWER] += other is not None
 
     def take(self, made: Timed | None, memory: float) -> None:
-        """Store a finished plan if it fits in `memory` bytes and is the best of its key.
+        """Store a finished plan if it fits `memory` and is the best of its layout and kind.
 
         Args:
             made: the plan as a run makes it; None if a run cannot make it.
+            memory: bytes of a device.
         """
         if made is None or made.peak > memory:
             self.lost[OUT_OF_MEMORY] += 1

@@ -65,9 +65,9 @@ def with_fewest_flags(made: Timed, own: ParallelConfig, device: Device) -> Timed
 
 
 def hiding(ranked: Iterable[Sketch], asked: Asked) -> Iterator[Sketch]:
-    """Yield plans of a search again, with their communication hidden.
+    """Yield plans of a search again, with flags that overlap their communication with passes.
 
-    A run may refuse some of them; a step still has the given plan's time.
+    A run may refuse some of these plans. The step time stays unchanged.
 
     Args:
         ranked: plans of the search, fastest first.

@@ -109,13 +109,13 @@ class Judging:
         self.keys = [key_of(cell) for cell in self.cells]
 
     def judge(self, candidates: list[Candidate], before: int = 0) -> None:
-        """Judge one candidate of each group of similar ones, and then all others.
+        """Compute step times: of one candidate of each similar group, then of all others.
 
         In both rounds the candidates with the smallest lower bounds come first. At last
         follow skipped candidates that may still be faster than the best plan.
 
         Args:
-            before: the number of candidates that were judged earlier, for the progress.
+            before: number of candidates of earlier calls, for the display of progress.
         """
         first: dict[Any, Candidate] = {}
         for x in sorted(candidates, key=attrgetter("least")):

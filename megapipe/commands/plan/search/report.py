@@ -153,7 +153,7 @@ def _on_host(x: Timed) -> str:
 
 
 def _of_yours(yours: Yours, best: list[Timed], memory: float, device: Device) -> list[str]:
-    """Return lines on the user's own plan: its numbers, its place, and why it is not the first.
+    """Return lines on the user's own plan: its numbers, its position among the others, and why.
 
     Args:
         yours: the user's plan.

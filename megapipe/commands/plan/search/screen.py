@@ -139,8 +139,8 @@ class Screen:
     def _plan(self, number: int) -> Plan | str:
         """Return the plan of a cell for few microbatches, or why there is none.
 
-        A cell is a layout that the search tries. There is no plan if its weights and optimizer
-        state alone need more memory than there is.
+        A cell is a layout that the search tries. There is no plan if weights and optimizer state
+        alone need more memory than a device has.
 
         Args:
             number: the index of the cell.

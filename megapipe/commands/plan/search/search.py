@@ -64,7 +64,7 @@ def search(
 ) -> Search:
     """Search all layouts, recomputation and schedules for the plans of the shortest steps.
 
-    Ctrl-C ends it with the best plans so far.
+    Ctrl-C ends the search, and the best plans so far are returned.
 
     Args:
         config: the model, its data and its batch. Of the layout only the overlap of data-parallel

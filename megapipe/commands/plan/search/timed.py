@@ -25,7 +25,7 @@ from megapipe.schedule.recipe import Recipe
 
 @lru_cache(maxsize=512)
 def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """Return the table of a built-in schedule; it is not verified, as tests verify them all.
+    """Return the table of a built-in schedule, unverified: tests verify all of them.
 
     Args:
         name: the schedule's name.
