@@ -31,7 +31,8 @@ _NAMES = (
     "normalization norm_epsilon apply_layernorm_1p disable_bias_linear add_qkv_bias "
     "attention_dropout hidden_dropout parallel_attention_mlp no_norm_bias no_attention no_mlp "
     "norm_placement softmax_scale attn_logit_softcapping qk_layernorm_all_heads qk_l2_norm "
-    "softmax_type attention_output_gate"
+    "softmax_type attention_output_gate attention_chunk_size v_l2_norm "
+    "keys_as_values layer_scalar"
 )
 FIELDS = [*_NAMES.split(), *MLAConfig.__dataclass_fields__, *RotaryConfig.__dataclass_fields__]
 """Fields that a layer may change. The hidden state's width is the same for all layers."""

@@ -178,7 +178,7 @@ def layout_of(param: Tensor) -> Layout:
     return getattr(param, "mesh_layout", Layout(tuple(param.shape)))
 
 
-SAVED_BUFFERS = ("expert_bias", "xielu_beta", "xielu_eps")
+SAVED_BUFFERS = ("expert_bias", "xielu_beta", "xielu_eps", "layer_scalar")
 """Names of buffers that checkpoints hold: training changes them without a gradient, or a model from
 elsewhere has brought them.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
@@ -161,6 +161,14 @@ class Documents:
         """The positions, except 0, at which all sequences of the microbatch begin a document."""
         # All sequences of a microbatch are cut at one place, so all must have a border there.
         return tuple(sorted(set.intersection(*map(set, self._begins)) - {0}))
+
+    def chunks(self, size: int) -> Documents:
+        """Return documents of at most `size` tokens: each is cut from its beginning on."""
+        lengths = []
+        for row in self.lengths:
+            cut = [range(begin, n)[:size] for n in row for begin in range(0, n, size)]
+            lengths.append(tuple(map(len, cut)))
+        return replace(self, lengths=tuple(lengths))
 
     def first_seen(self, position: int) -> int:
         """Return the position at which the document with the token at `position` begins.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
@@ -33,6 +34,8 @@ class TransformerLayer(nn.Module):
     Args:
         layer: the layer's number in the whole model, from 0.
     """
+
+    layer_scalar: Tensor | None
 
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
         super().__init__()
@@ -67,11 +70,16 @@ class TransformerLayer(nn.Module):
         if has_mlp:
             self.mlp = MoE(config, tp, layer) if config.has_experts else MLP(config, tp)
         self.post_mlp_layernorm = made(has_mlp and config.has_post_norm)
+        self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: [s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
-        if self.is_parallel:
-            return self._in_parallel(x)
+        x = self._in_parallel(x) if self.is_parallel else self._in_sequence(x)
+        # A saved buffer is float32 in a model of any type.
+        return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
+
+    def _in_sequence(self, x: Tensor) -> Tensor:
+        """Return x + attention(norm(x)), and to that its mlp(norm(..)) added."""
         # The sum of one half waits for the next norm, so that a GPU does both in one kernel.
         delta = None
         if self.self_attention is not None:

@@ -72,11 +72,15 @@ def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
     if family == "deepseek_v2":  # whose default names no number of experts
         groups = {"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
         given = groups | {"topk_method": "group_limited_greedy"}
+    if family == "gemma4_text":  # without inputs of each layer
+        given = {"hidden_size_per_layer_input": 0}
     content = type(config)(**given).to_dict() | {"model_type": family}
     want, silent = from_huggingface(content), []
     unread = {key for key, meaning in FAMILIES[family].keys.items() if isinstance(meaning, Unread)}
     if family == "falcon":  # the older architecture's
         unread.add("multi_query")
+    if "moe_layers" in content:
+        unread.add("interleave_moe_layer_step")
     if "mlp_layer_types" in content:
         unread.add("first_k_dense_replace")
     for key in content.keys() - DECIDES_NOTHING - unread:

@@ -19,7 +19,8 @@ RUNS = [
     "--check --save a --save-keep-last 2 --load a --swiglu --disable-bias-linear --tensor-model-parallel-size 2 "
     "--overlap-moe-expert-parallel-comm --mtp-num-layers 1 --cpu-offload "
     "--context-parallel-size 2 --cp-comm-type p2p --fp16 --recompute-granularity full --group-query-attention "
-    "--padded-vocab-size 128 --init-method-xavier-uniform --position-embedding-type rope --optimizer sgd",
+    "--padded-vocab-size 128 --init-method-xavier-uniform --position-embedding-type rope --rotary-percent 0.5 "
+    "--use-rope-scaling --optimizer sgd",
     "--fp8-format e4m3 "
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --use-ring-exchange-p2p "
     "--optimizer muon --overlap-grad-reduce --lr-decay-style constant --lr-warmup-iters 5 --decoupled-lr 1 "
@@ -32,7 +33,7 @@ RUNS = [
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
     "--tokenizer-type NullTokenizer --save a --manual-gc --cuda-graph-impl local --position-embedding-type longrope "
     "--window-size 3,0",
-    "--timing-log-level 1 --pipeline-slices 2 --non-persistent-ckpt-type local",
+    "--timing-log-level 1 --pipeline-slices 2 --attention-temperature-beta 0.5 --non-persistent-ckpt-type local",
     "--num-experts 8 --moe-use-upcycling --use-megatron-fsdp --experimental-attention-variant gdn",
     "--fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer --non-persistent-ckpt-type local --replication",
     "--multi-latent-attention",

@@ -98,10 +98,13 @@ def test_the_plan_predicts_what_a_layer_holds_with_attention_dropout(dropout):
         {"attention_output_gate": True},
         {"softmax_scale": 0.5},
         {"softmax_type": "learnable"},
+        {"keys_as_values": True},
+        {"attention_chunk_size": 100},
+        {"layer_scalar": True},
         {"attn_logit_softcapping": 5.0},
         {"qk_layernorm": True, "qk_layernorm_all_heads": True},
     ],
-    ids=lambda variant: next(iter(variant)),
+    ids=", ".join,
 )
 def test_the_plan_predicts_what_variants_of_attention_hold(variant):
     model = replace(GPT2_OF_256, attention_dropout=0.0, **variant)

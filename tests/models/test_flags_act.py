@@ -12,6 +12,7 @@ from tiny import GPT2, LLAMA, SEQ, VOCAB
 
 from megapipe.config import Config, ModelConfig
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.layout import saved_tensors
 from megapipe.flags.noop_flags import NOOP_FLAGS
 from megapipe.flags.parse import flags_of
 from megapipe.flags.rules import reason
@@ -46,6 +47,7 @@ DELTA = replace(
 )
 LONG = replace(LLAMA, position_embedding_type="longrope", longrope_original_max_position_embeddings=SEQ)
 LONG = replace(LONG, longrope_short_factor=(1.0, 1.5, 2.0, 4.0), longrope_long_factor=(2.0, 3.0, 5.0, 9.0))
+NOPE = replace(LLAMA, position_embedding_type="none", softmax_scale=3.0, attention_temperature_length=2)
 CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GPT2, {"num_layers": 2}),
     (GPT2, {"hidden_size": 64}),
@@ -102,6 +104,14 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (LLAMA, {"softmax_scale": 3.0}),
     (replace(LLAMA, qk_layernorm=True), {"qk_layernorm_all_heads": True}),
     (LLAMA, {"qk_l2_norm": True}),
+    (LLAMA, {"attention_chunk_size": 3}),
+    (LLAMA, {"v_l2_norm": True}),
+    (LLAMA, {"keys_as_values": True}),
+    (LLAMA, {"layer_scalar": True}),
+    (replace(LLAMA, rotary_percent=0.5), {"rotary_proportional": True}),
+    (NOPE, {"attention_temperature_beta": 1.0}),
+    (replace(NOPE, attention_temperature_beta=1.0), {"attention_temperature_length": 3}),
+    (replace(LLAMA, rotary_base=1e6, use_rope_scaling=True), {"rope_scaling_high_freq_factor": 1.0}),
     (LLAMA, {"softmax_type": "off-by-one"}),
     (LLAMA, {"softmax_type": "learnable"}),
     (LLAMA, {"attention_output_gate": True}),
@@ -178,10 +188,10 @@ no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm no-gradient-accumula
 
 @cache
 def meaning(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], torch.Tensor]:
-    """Names and shapes of the parameters, and logits in training mode."""
+    """Names and shapes of the saved tensors, and logits in training mode."""
     model = GPTModel(config, LayerSpan(0, config.layers, True, True), Axis())
     initialize(model, 1, Axis())
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    shapes = {name: tuple(param.shape) for name, param in saved_tensors(model)}
     with torch.no_grad():
         return shapes, model.double().train()(TOKENS)
 

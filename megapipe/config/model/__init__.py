@@ -68,6 +68,18 @@ class ModelConfig(
         return matrix in self.add_bias_to or (self.bias and matrix != "head")
 
     @property
+    def temperature(self) -> tuple[float, int, int] | None:
+        """The growth of queries by their positions; None without it.
+
+        (beta, length, position of the first token) in 1 + beta ln(1 + floor(position / length)).
+        """
+        if self.position_embedding_type == "yarn" and self.yarn_temperature_beta:
+            return self.yarn_temperature_beta, self.yarn_original_max_position_embeddings, 0
+        if not self.rotates and self.attention_temperature_beta:
+            return self.attention_temperature_beta, self.attention_temperature_length, 1
+        return None
+
+    @property
     def expert_ffn(self) -> int:
         """Width of an expert: number of channels between its two linear layers.
 

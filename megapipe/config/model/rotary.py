@@ -12,6 +12,14 @@ TURNED = of_no_layer(
     lambda m: m.position_embedding_type != "rope" or m.multi_latent_attention,
     "rotary positions are not interpolated, without --position-embedding-type rope",
 )
+SCALED = of_no_layer(
+    lambda m: not m.use_rope_scaling,
+    "low frequencies are not scaled, without --use-rope-scaling",
+)
+ROTATED_HEADS = of_no_layer(
+    lambda m: not m.rotates or m.multi_latent_attention or m.rotary_percent == 1,
+    "all channels of a head are rotated, or none",
+)
 YARN_ALONE = of_no_layer(
     lambda m: m.position_embedding_type != "yarn" or m.multi_latent_attention,
     "heads are not rotated by yarn, without --position-embedding-type yarn",
@@ -49,6 +57,12 @@ class LongRopeConfig:
 class RotaryConfig:
     """Settings that stretch rotary positions to longer sequences, such as yarn's."""
 
+    rope_scaling_high_freq_factor: Annotated[float, at_least(1), MUST, SCALED] = 4.0
+    """--use-rope-scaling leaves pairs of channels that turn more often than this in 8192 tokens.
+    Llama 4 Scout has 1. Not in Megatron-LM."""
+    rotary_proportional: Annotated[bool, MUST, ROTATED_HEADS] = False
+    """Choose the channels of --rotary-percent among the pairs of a whole head, fast ones first, as
+    Gemma 4. Not in Megatron-LM."""
     rotary_seq_len_interpolation_factor: Annotated[float, ABOVE_0, MUST, TURNED] = 1.0
     """Divide rotary positions by this factor (Chen et al. 2023)."""
     yarn_original_max_position_embeddings: Annotated[int, at_least(1), MUST, YARN_ALONE] = 4096

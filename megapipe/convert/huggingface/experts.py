@@ -154,6 +154,36 @@ class SparseStep(Meaning):
 
 
 @dataclass(frozen=True)
+class SparseList(Meaning):
+    """A config.json key with the numbers of the layers that have experts, counted from 0.
+
+    Attributes:
+        step: name of another key, with n: if the list is missing, every n-th layer has experts.
+    """
+
+    step: str
+
+    def keys(self, key: str) -> Fields:
+        return {key: None, self.step: 1}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        layers = content["num_hidden_layers"]
+        step = content[self.step]
+        sparse = content[key]
+        if sparse is None:
+            sparse = range(step - 1, layers, step)
+        if not all(type(layer) is int for layer in sparse):
+            problems.append(f"{key} is a list of integers, got {sparse}")
+        return {"moe_layer_freq": [int(layer in sparse) for layer in range(layers)]}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        layers = model.layers
+        sparse = [layer for layer, has in enumerate(_sparse(model)) if has]
+        steps = [n for n in range(1, layers + 1) if sparse == list(range(n - 1, layers, n))]
+        return {key: sparse, self.step: steps[0] if steps else 1}
+
+
+@dataclass(frozen=True)
 class SharedExperts(Meaning):
     """A config.json key with the number of shared experts; null and 0 are none.
 

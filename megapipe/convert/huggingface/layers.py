@@ -279,7 +279,13 @@ class RotatedLayers(Meaning):
         return {LAYERS: [{"position_embedding_type": kind} for kind in kinds]}
 
     def write(self, key: str, model: ModelConfig) -> Fields:
-        return {key: [int(rotates) for rotates in of_layers(model, "rotates")]}
+        rotated = [int(rotates) for rotates in of_layers(model, "rotates")]
+        every = [
+            n
+            for n in range(1, model.layers + 1)
+            if rotated == [int((layer + 1) % n != 0) for layer in range(model.layers)]
+        ]
+        return {key: rotated, "no_rope_layer_interval": every[0] if every else 4}
 
 
 def by_pattern(content: Json) -> list[str]:

@@ -116,8 +116,11 @@ class Rows(Layout):
     """Queries, keys and values: three tensors of Hugging Face's, or one with q, k, v in sequence.
 
     megapipe's one tensor has the rows of each query group together: its queries, its key, its
-    value.
+    value. A layer whose keys are its values has no value, and no third tensor.
     """
+
+    def parts(self, model: ModelConfig) -> list[str]:
+        return list(self.names[:2] if model.keys_as_values else self.names)
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         groups = model.query_groups
@@ -132,7 +135,7 @@ class Rows(Layout):
         sizes = [rows // groups for rows in _rows(model)]
         grouped = torch.split(tensor.view(groups, -1, *tensor.shape[1:]), sizes, dim=1)
         parts = [part.flatten(0, 1) for part in grouped]
-        return parts if len(self.names) == 3 else (torch.cat(parts),)
+        return parts if len(self.names) > 1 else (torch.cat(parts),)
 
 
 class GatedRows(Rows):
@@ -216,9 +219,9 @@ class Taps(KeyHeads):
 
 
 def _rows(model: ModelConfig) -> list[int]:
-    """Return [rows of queries, rows of keys, rows of values]."""
+    """Return [rows of queries, rows of keys, rows of values], without values that are keys."""
     keys = model.query_groups * model.head_dim
-    return [model.heads * model.head_dim, keys, keys]
+    return [model.heads * model.head_dim, *[keys] * model.projected]
 
 
 class TurnedRows(Rows):
@@ -251,6 +254,16 @@ class Experts(Layout):
         if len(self.names) > 1:
             tensor = tensor.flatten(0, 1)
         return tensor.unbind(0)
+
+
+class TurnedHalves(ExpertHalves):
+    """Gate and up of all experts, kept transposed: [E, h, 2f] of Hugging Face's -> [E, 2, f, h]."""
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        return super().join([parts[0].transpose(1, 2).contiguous()], model)
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        return (super().split(tensor, model)[0].transpose(1, 2),)
 
 
 class Alternating(Layout):

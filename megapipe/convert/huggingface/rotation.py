@@ -18,7 +18,6 @@ from megapipe.convert.huggingface.keys import LAYERS, Fields, Json, Meaning
 from megapipe.convert.huggingface.layers import FULL, SLIDING
 from megapipe.convert.huggingface.values import expected
 from megapipe.models.attention.rope import (
-    HIGH,
     LOW,
     ORIGINAL,
     YARN_FAST,
@@ -31,6 +30,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
 _STRETCHES = (
     "rotary_base",
+    "rotary_percent",
     "use_rope_scaling",
     "rope_scaling_factor",
     "rotary_scaling_factor",
@@ -141,16 +141,13 @@ class Rotation(Meaning):
         if kind != "llama3":
             problems.append(f"rope_type {kind} is not default, llama3, yarn or linear")
             return {}
-        expect = {
-            "low_freq_factor": (LOW,),
-            "high_freq_factor": (HIGH,),
-            ORIGINAL_LENGTH: (ORIGINAL,),
-        }
+        expect = {"low_freq_factor": (LOW,), ORIGINAL_LENGTH: (ORIGINAL,)}
         # Indexed, not `get`: none of them may be left out.
         problems += expected({name: rope[name] for name in expect}, expect)
         return {
             "use_rope_scaling": True,
             "rope_scaling_factor": float(rope["factor"]),
+            "rope_scaling_high_freq_factor": float(rope["high_freq_factor"]),
         }
 
     def write(self, key: str, model: ModelConfig) -> Fields:
@@ -176,7 +173,7 @@ class Rotation(Meaning):
             "rope_type": "llama3",
             "factor": model.rope_scaling_factor,
             "low_freq_factor": LOW,
-            "high_freq_factor": HIGH,
+            "high_freq_factor": model.rope_scaling_high_freq_factor,
             ORIGINAL_LENGTH: ORIGINAL,
         }
 
@@ -200,7 +197,7 @@ class LayerRotation(Rotation):
         return super().keys(key) | more
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
-        rope = content[key] or {}
+        rope = content[key] or self.missing or {}
         base = content[self.base_key]
         sliding_base = content[self.sliding_key] if self.sliding_key else base
         # The older form stretches full layers alone.

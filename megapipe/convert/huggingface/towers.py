@@ -8,13 +8,26 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-_TEXT = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+_TEXT = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "llama4": "llama4_text",
+    "gemma4": "gemma4_text",
+}
 """model_type of a model that sees pictures -> its text model's."""
-_INSIDE = "model.language_model."
-_PICTURES = "model.visual."
-# Multi-token prediction of these families has names of its own, and transformers leaves it out.
-_DEPTHS = "mtp."
-_WITH_DEPTHS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_INSIDE = ("model.language_model.", "language_model.model.", "language_model.lm_head.")
+"""Beginnings of names in the text model of such a model."""
+_PICTURES = """
+    model.visual. vision_model. multi_modal_projector. model.vision_tower. model.embed_vision.
+"""
+_LEFT_OUT = {
+    **dict.fromkeys(_PICTURES.split(), "the model of pictures"),
+    **dict.fromkeys(("model.audio_tower.", "model.embed_audio."), "the model of sounds"),
+    # Multi-token prediction of these families has names of its own, and transformers leaves it out.
+    **dict.fromkeys(("mtp.", "model.mtp_"), "multi-token prediction"),
+}
+_WITH_MORE = (*_TEXT.values(), "qwen3_next", "exaone_moe", "ernie4_5_moe")
+"""Families whose folders may hold tensors of `_LEFT_OUT`."""
 
 
 def text_of(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,11 +53,14 @@ def name_in(family: str, name: str) -> str | None:
         family: the text model's model_type.
         name: the tensor's name in the folder at hand.
     """
-    if family not in _WITH_DEPTHS:
+    if family not in _WITH_MORE:
         return name
-    if name.startswith((_PICTURES, _DEPTHS)):
+    if name.startswith(tuple(_LEFT_OUT)):
         return None
-    return name.replace(_INSIDE, "model.", 1) if name.startswith(_INSIDE) else name
+    if not name.startswith(_INSIDE):
+        return name
+    # The rest is the text model's own name: model.layers.0..., or lm_head.weight.
+    return name.replace("language_model.", "", 1)
 
 
 def left_out(family: str, names: Collection[str]) -> Iterator[str]:
@@ -54,10 +70,9 @@ def left_out(family: str, names: Collection[str]) -> Iterator[str]:
         family: the text model's model_type.
         names: the names of all tensors in the folder.
     """
-    if family not in _WITH_DEPTHS:
+    if family not in _WITH_MORE:
         return
-    parts = {_PICTURES: "the model of pictures", _DEPTHS: "multi-token prediction"}
-    for start, what in parts.items():
+    for start, what in _LEFT_OUT.items():
         count = sum(name.startswith(start) for name in names)
         if count:
             yield f"{what} is left out: {count} tensors ({start}*)"

@@ -15,7 +15,8 @@ _KINDS: dict[Any, str] = {
         shared_expert_intermediate_size decoder_sparse_step n_routed_experts kv_lora_rank
         qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace shared_intermediate_size
         full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
-        linear_num_key_heads linear_num_value_heads
+        linear_num_key_heads linear_num_value_heads intermediate_size_mlp floor_scale
+        interleave_moe_layer_step global_head_dim
         moe_k moe_num_experts moe_num_shared_experts
         no_rope_layer_interval query_pre_attn_scalar num_nextn_predict_layers
     """,
@@ -23,26 +24,28 @@ _KINDS: dict[Any, str] = {
         q_lora_rank n_group topk_group n_inner num_key_value_heads head_dim sliding_window
         n_shared_experts num_shared_experts original_max_position_embeddings
         sliding_window_pattern rotary_dim num_kv_heads ffn_hidden_size num_ln_in_parallel_attn
+        attention_chunk_size num_global_key_value_heads
     """,
     float: """
         layer_norm_epsilon layer_norm_eps norm_eps norm_epsilon rms_norm_eps attn_pdrop
         resid_pdrop embd_pdrop attention_dropout residual_dropout embedding_dropout
         hidden_dropout factor router_jitter_noise routed_scaling_factor router_scaling_factor
-        swiglu_limit moe_norm_min
+        swiglu_limit moe_norm_min attn_scale low_freq_factor high_freq_factor
         embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale
     """,
     bool: """
         tie_word_embeddings attention_bias mlp_bias use_bias use_qkv_bias use_sliding_window
         norm_topk_prob qkv_bias use_qk_norm qk_layernorm truncate use_parallel_residual
-        use_post_norm alibi new_decoder_architecture multi_query parallel_attn bias
+        use_post_norm attn_temperature_tuning attention_k_eq_v
+        alibi new_decoder_architecture multi_query parallel_attn bias
     """,
     float | None: """
         rope_theta rotary_emb_base rotary_pct partial_rotary_factor mscale mscale_all_dim
         beta_fast beta_slow attention_factor llama_4_scaling_beta rope_local_base_freq
         attn_logit_softcapping final_logit_softcapping clip_qkv
     """,
-    dict | None: "rope_parameters rope_scaling",
-    list | None: "layer_types mlp_layer_types mlp_only_layers no_rope_layers",
+    dict | None: "rope_parameters rope_scaling per_layer_config",
+    list | None: "layer_types mlp_layer_types mlp_only_layers no_rope_layers moe_layers",
     list: "short_factor long_factor",
 }
 KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
@@ -53,6 +56,8 @@ _LENGTHS = (
     "n_positions",
     "max_position_embeddings",
     "sliding_window",
+    "attention_chunk_size",
+    "floor_scale",
     "max_window_layers",
     "original_max_position_embeddings",
 )
@@ -78,6 +83,10 @@ def unfit(content: Mapping[str, Any]) -> Iterator[str]:
         content: the config.json.
     """
     values = dict(content)
+    # Gemma 4 writes null for the experts that a model does not have.
+    if content.get("enable_moe_block") is False:
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            values.pop(name, None)
     inside: set[str] = set()
     for outer in _NESTED:
         held = content.get(outer)

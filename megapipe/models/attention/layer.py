@@ -126,7 +126,7 @@ class Attention(nn.Module):
             stream.cut.whole(q.shape[0]),
             stream,
             config.window,
-            _isolated(stream),
+            self._documents(stream, stream.cut.whole(q.shape[0]), q.shape[1]),
             p,
             (self.layer, "attention"),
             heads,
@@ -135,6 +135,21 @@ class Attention(nn.Module):
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         out = context_attention(q, k, v, mask, way, self._sinks(heads, q))
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _documents(self, stream: Stream, length: int, sequences: int) -> Documents | None:
+        """Return the documents or chunks that attention must stay in; None for whole sequences.
+
+        Args:
+            length: tokens of a whole sequence. sequences: their number, b.
+        """
+        found = stream.documents
+        if found is not None and not found.isolate:
+            found = None
+        chunk = self.config.attention_chunk_size
+        if chunk is None or chunk >= length:
+            return found
+        whole = found or Documents(((length,),) * sequences, isolate=True, restart=False)
+        return whole.chunks(chunk)
 
     def _sinks(self, heads: Axis, q: Tensor) -> Tensor | None:
         """Return, for each head of q, the logarithm of an extra term of its softmax denominator.
@@ -164,7 +179,7 @@ class Attention(nn.Module):
         """
         if self._by_blocks or stream.piece is not None:
             return self._attend_blocks(stream, heads, "p2p", q, k, v)
-        documents = _isolated(stream)
+        documents = self._documents(stream, *q.shape[:2])
         # The kernel was made for this rank's heads. After an exchange of heads there are fewer.
         if self.kernel is not None and documents is None and heads is self.tp:
             return self.kernel(q, k, v)
@@ -196,12 +211,12 @@ class SelfAttention(Attention):
         self.groups = groups // tp.size
         self.linear_qkv = parts.column(
             config.hidden,
-            (queries * (1 + config.attention_output_gate) + 2 * groups) * head,
+            (queries * (1 + config.attention_output_gate) + config.projected * groups) * head,
             bias=config.has_bias("qkv"),
         )
         weight = self.linear_qkv.weight
         rows = queries // groups * head
-        fused = (*[rows] * (1 + config.attention_output_gate), head, head)
+        fused = (*[rows] * (1 + config.attention_output_gate), *[head] * config.projected)
         # Muon orthogonalises queries, keys and values as three matrices, and finds their rows by
         # this.
         set_layout(weight, replace(layout_of(weight), fused=fused))
@@ -229,17 +244,21 @@ class SelfAttention(Attention):
         head = config.head_dim
         per_group = config.heads // config.query_groups
         gated = config.attention_output_gate
-        sizes = [per_group] * (1 + gated) + [1, 1]
+        sizes = [per_group] * (1 + gated) + [1] * config.projected
         qkv = self.linear_qkv(x).unflatten(-1, (self.groups, sum(sizes), head))
         s, b = qkv.shape[:2]
         parts = [part.reshape(s, b, -1, head) for part in qkv.split(sizes, dim=3)]
+        if config.keys_as_values:
+            parts.append(parts[-1])
         q, *gates, k, v = parts
         q, k = self._normed(q, k)
+        if config.v_l2_norm:
+            v = F.rms_norm(v, v.shape[-1:], None, config.norm_epsilon)
+        restarting, cut = positions_here(s, x.device)
         if config.rotates:
-            restarting, cut = positions_here(s, x.device)
             q, k = (rotate(part, Rotary.of(config), restarting, cut) for part in (q, k))
-            if config.yarn_temperature_beta:
-                q = q * temperature(q, config, restarting, cut)
+        if config.temperature is not None:
+            q = q * temperature(q, *config.temperature, restarting, cut)
         # The kernels divide scores by sqrt(head), so that the queries carry any other scale.
         if config.softmax_scale is not None:
             q = q * (config.softmax_scale * math.sqrt(head))
@@ -278,16 +297,6 @@ def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]
     # Of the whole sequence, then cut: a document may have begun on another rank.
     found = positions(stream.cut.whole(rows), stream.cut, stream.documents, device)
     return found.t(), stream.cut
-
-
-def _isolated(stream: Stream) -> Documents | None:
-    """Return the documents of `stream` if attention must stay inside each of them.
-
-    Otherwise, and if its documents are not known, return None.
-    """
-    if stream.documents is None or not stream.documents.isolate:
-        return None
-    return stream.documents
 
 
 # The three functions below take q [b, heads, s, d], k and v [b, groups, s, d], and return

@@ -53,6 +53,8 @@ class Rotary:
         base: the base of the frequencies base^(-2i/dim).
         interleaved: channels 2i and 2i+1 are a pair; otherwise i and i + dim/2.
         scaling: Llama 3.1's factor for low frequencies; None to leave them.
+        high: it leaves pairs that turn more often than this in the original length.
+        share: the share of the pairs, from the first, that are rotated.
         yarn: YaRN's factor; None to leave the frequencies.
         original: the tokens of a sequence before YaRN stretches positions.
         fast, slow: YaRN keeps the frequency of pairs that turn at least `fast` times in `original`
@@ -69,6 +71,8 @@ class Rotary:
     base: float = 10000.0
     interleaved: bool = False
     scaling: float | None = None
+    high: float = HIGH
+    share: float = 1.0
     yarn: float | None = None
     length: float = 1.0
     original: int = YARN_ORIGINAL
@@ -83,6 +87,8 @@ class Rotary:
         """Return the rotation of self-attention's queries and keys that the flags describe."""
         dim = int(config.head_dim * config.rotary_percent)
         plain = Rotary(dim, config.rotary_base, config.rotary_interleaved)
+        if config.rotary_proportional:
+            plain = replace(plain, dim=config.head_dim, share=config.rotary_percent)
         if config.position_embedding_type == "yarn":
             factor = config.rotary_scaling_factor
             return replace(
@@ -102,7 +108,12 @@ class Rotary:
                 divisors=(config.longrope_short_factor, config.longrope_long_factor),
             )
         scaling = config.rope_scaling_factor if config.use_rope_scaling else None
-        return replace(plain, scaling=scaling, stretch=config.rotary_seq_len_interpolation_factor)
+        return replace(
+            plain,
+            scaling=scaling,
+            high=config.rope_scaling_high_freq_factor,
+            stretch=config.rotary_seq_len_interpolation_factor,
+        )
 
     @staticmethod
     def of_latents(config: ModelConfig) -> Rotary:
@@ -125,6 +136,7 @@ class Rotary:
         """
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         plain = self.base ** (-exponents / self.dim) / self.stretch
+        plain[int(self.share * self.dim / 2) :] = 0
         if self.divisors is not None:
             divisors = self.divisors[tokens > self.original]
             return plain / torch.tensor(divisors, dtype=plain.dtype, device=device)
@@ -134,7 +146,9 @@ class Rotary:
         if self.scaling is None:
             return plain
         wavelength = 2 * math.pi / plain
-        keep = ((ORIGINAL / wavelength - LOW) / (HIGH - LOW)).clamp(0, 1)
+        # Llama 4 Scout has no pairs in between, as both numbers are 1.
+        width = max(self.high - LOW, 1e-9)
+        keep = ((ORIGINAL / wavelength - LOW) / width).clamp(0, 1)
         return keep * plain + (1 - keep) * plain / self.scaling
 
     def _kept_by_yarn(self, plain: Tensor) -> Tensor:
@@ -211,11 +225,14 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, cut: Cut 
 
 
 @eager
-def temperature(x: Tensor, config: ModelConfig, positions: Tensor | None, cut: Cut) -> Tensor:
-    """Return the factor 1 + beta ln(1 + floor(position / original length)) of each query.
+def temperature(
+    x: Tensor, beta: float, length: int, first: int, positions: Tensor | None, cut: Cut
+) -> Tensor:
+    """Return the factor 1 + beta ln(1 + floor(position / length)) of each query.
 
     Args:
         x: [s/c, b, heads, d], the queries.
+        first: the position of a sequence's first token, 0 or 1.
         positions: [s/c, b]; None for the index in the whole sequence.
         cut: which tokens of the whole sequence are in x.
     Returns: [s/c, 1 or b, 1, 1], in the type of x.
@@ -223,6 +240,6 @@ def temperature(x: Tensor, config: ModelConfig, positions: Tensor | None, cut: C
     if positions is None:
         rows = torch.arange(cut.whole(x.shape[0]), device=x.device)
         positions = cut.take(rows, 0)[:, None]
-    turns = positions.div(config.yarn_original_max_position_embeddings, rounding_mode="floor")
-    factor = 1 + config.yarn_temperature_beta * turns.double().log1p()
+    turns = (positions + first).div(length, rounding_mode="floor")
+    factor = 1 + beta * turns.double().log1p()
     return factor[..., None, None].to(x.dtype)

@@ -35,8 +35,8 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
     h = model.hidden
     queries = model.heads * model.head_dim
     keys = model.query_groups * model.head_dim
-    qkv = queries * (1 + model.attention_output_gate) + 2 * keys
-    scores = 2 * load.scores(queries, model.window)
+    qkv = queries * (1 + model.attention_output_gate) + model.projected * keys
+    scores = 2 * load.scores(queries, model)
     products = 2.0 * load.tokens * h * (qkv + queries)
     # Backward has two products for each of forward's, and forward's once more if recomputed.
     in_backward = 2 + model.recompute_attention
@@ -54,7 +54,7 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
         **_saved(model, load),
         kept=load.bytes(2 * h, qkv + queries),
         parameters=h * (qkv + queries) + bias + norms,
-        **load.sliced(scores, in_backward, 2 * keys, model.window),
+        **load.sliced(scores, in_backward, 2 * keys, model),
     )
 
 
@@ -74,7 +74,7 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
     # Queries of several groups lie separately in the product, and are copied out of it.
     copies = queries * (grouped and model.query_groups > load.tp)
     # Norms and rotations make new queries and keys, which attention keeps in place of the copies.
-    normed = model.qk_layernorm or model.qk_l2_norm
+    normed = model.qk_layernorm or model.qk_l2_norm or model.v_l2_norm
     changed = normed or model.rotates
     scaled = model.softmax_scale is not None
     # Windows repeat the keys and values of a group for its heads. They keep the repeated ones and
@@ -82,12 +82,13 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
     repeated = grouped and windows > 0
     projected = not repeated or normed or not (changed or copies)
     operands = queries + keys * (not repeated) if changed else max(copies, queries * scaled)
+    operands += keys * model.v_l2_norm
 
     # The modules whose saved tensors a projection and the output are.
     of_projection = "core_attn qkv_linear" if normed else "core_attn"
     of_output = "attn_proj core_attn" if by_blocks else "attn_proj"
     # Gates lie in the projection's output too.
-    made = queries * (1 + model.attention_output_gate) + 2 * keys
+    made = queries * (1 + model.attention_output_gate) + model.projected * keys
     # A gate keeps its sigmoid and the output of attention, and makes the input of the projection.
     gates = 2 * queries * model.attention_output_gate
     return load.saved(
@@ -169,7 +170,7 @@ def _latent_work(model: ModelConfig, load: Load) -> Work:
     out = values * h
     # Ranks that have the same tokens all go down to the latents, each by itself.
     products = 2.0 * load.tokens * (down * load.tp / load.shared + up + out)
-    scores = load.scores(queries + values, model.window)
+    scores = load.scores(queries + values, model)
     repeated = 0.0
     if model.recompute_attention:
         repeated += scores
@@ -189,7 +190,7 @@ def _latent_work(model: ModelConfig, load: Load) -> Work:
         **_saved_with_latents(model, load, wide),
         kept=load.bytes(2 * h + latents, queries + up_kv + values),
         parameters=down + up + out + h * model.has_bias("proj") + norms,
-        **load.sliced(scores, in_backward, 2 * wide, model.window),
+        **load.sliced(scores, in_backward, 2 * wide, model),
     )
 
 

@@ -59,24 +59,25 @@ class Load:
     modules: tuple[str, ...] = ()
     gathers: Gathers = NOT_GATHERED
 
-    def scores(self, channels: int, window: int | None) -> float:
+    def scores(self, channels: int, model: ModelConfig) -> float:
         """Return the FLOPs of one matrix product of causal attention.
 
         Attention has two products: queries with keys, and probabilities with values.
 
         Args:
             channels: the number of channels of all heads together.
-            window: number of earlier tokens that a token attends to; None for all.
+            model: the layer's configuration, which may have a window or chunks.
         """
-        reach = self.seq
-        if window is not None:
-            reach = min(self.seq, window + 1)
+        seq = min(self.seq, model.attention_chunk_size or self.seq)
+        reach = seq
+        if model.window is not None:
+            reach = min(seq, model.window + 1)
         # A token early in the sequence has fewer than `reach` tokens before it: the area of a
         # triangle is missing.
-        return 2.0 * self.tokens * channels * (reach - reach * reach / 2 / self.seq)
+        return 2.0 * self.tokens * channels * (reach - reach * reach / 2 / seq)
 
     def sliced(
-        self, scores: float, again: float, channels: int, window: int | None
+        self, scores: float, again: float, channels: int, model: ModelConfig
     ) -> dict[str, Any]:
         """Return the fields "scores_f", "scores_b" and "keys" of `Work` as {field: value}.
 
@@ -87,11 +88,13 @@ class Load:
             scores: FLOPs of attention's products in forward.
             again: the FLOPs of attention's products in backward, as a multiple of `scores`.
             channels: the number of channels of all keys and values together.
-            window: number of earlier tokens that a token attends to; None for all.
+            model: the layer's configuration, which may have a window or chunks.
         """
         growing = scores
         # Within a window all tokens attend to equally many, so later slices cost no more.
-        if window is not None and window < self.seq - 1:
+        window = model.window
+        chunked = (model.attention_chunk_size or self.seq) < self.seq
+        if chunked or (window is not None and window < self.seq - 1):
             growing = 0.0
         return {
             "scores_f": growing,

@@ -38,6 +38,12 @@ FEATURES = {
     "final_logit_softcapping": None,
     "softmax_type": "vanilla",
     "yarn_temperature_beta": 0.0,
+    "v_l2_norm": False,
+    "layer_scalar": False,
+    "attention_temperature_beta": 0.0,
+    "attention_chunk_size": None,
+    "qk_l2_norm": False,
+    "moe_apply_probs_on_input": False,
     "rotary_seq_len_interpolation_factor": 1.0,
     "per_layer_overrides": None,
     "apply_layernorm_1p": False,
@@ -52,6 +58,14 @@ FEATURES = {
 }
 
 
+WIDTHS = {"kv_channels", "group_query_attention", "num_query_groups", "keys_as_values"}
+
+
+def widths_alone(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return overrides of layers without those that leave the tensors as they are."""
+    return {where: {name: fields[name] for name in fields.keys() & WIDTHS} for where, fields in overrides.items()}
+
+
 def without_features(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the model without each of its features: the feature's name and what is left."""
     for name, plain in FEATURES.items():
@@ -60,6 +74,8 @@ def without_features(model: Any) -> Iterator[tuple[str, Any]]:
         # longrope has a divisor for each rotated pair.
         if name == "rotary_percent" and model.position_embedding_type == "longrope":
             continue
+        if name == "per_layer_overrides":
+            plain = json.dumps(widths_alone(json.loads(model.per_layer_overrides)))
         other = replace(model, **{name: plain})
         if name == "moe_router_num_groups":
             other = replace(other, moe_router_group_topk=None, moe_router_group_score_topk=None)

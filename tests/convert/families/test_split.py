@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
+from megapipe.convert import SavedTensors
 from megapipe.distributed.axis import Axis
 from megapipe.models.attention import heads
-from tools.proofs.families.split import LAYOUTS, Model, compared
+from tools.proofs.families.split import LAYOUTS, Model, compared, config_in, other_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,3 +34,17 @@ def test_the_proof_finds_a_norm_of_one_ranks_heads(tmp_path, monkeypatch):
     monkeypatch.setattr(heads, "_norm_heads", lambda *args: whole(*args[:4], Axis(), args[5]))
     (line,) = compared(Model("olmo2", 0, tmp_path), ["tp"], Counter())
     assert "logits differ by" in line
+
+
+CHANGES = [("layer_types", None), ("sliding_window", 5), ("rms_norm_eps", 0.5), ("hidden_act", "gelu"), ("new", 1)]
+
+
+@pytest.mark.parametrize(("key", "value"), CHANGES)
+def test_the_proof_finds_a_key_of_another_value_and_a_key_that_is_null(key, value, tmp_path):
+    """Until 2026-11-28 null on either side passed, and the exported file was not read."""
+    folder = Model("qwen3", 0, tmp_path).folder / "hf"
+    said = config_in(folder)
+    assert list(other_keys(said, dict(said), SavedTensors(folder))) == []
+    lines = list(other_keys(said, said | {key: value}, SavedTensors(folder)))
+    assert lines
+    assert all(line.startswith(f"{key} ") for line in lines)

@@ -63,6 +63,12 @@ _DRAWN = {
     "query_pre_attn_scalar": [4, 9, 256],
     "attn_logit_softcapping final_logit_softcapping": [None, 2.0],
     "rope_local_base_freq": [1e4, 100.0],
+    "attention_chunk_size floor_scale": [3, 5],
+    "interleave_moe_layer_step": [1, 2],
+    "moe_layers": [None, [0, 2]],
+    "per_layer_config": [None],
+    "global_head_dim": [8],
+    "num_global_key_value_heads": [None, 1],
 }
 VALUES = {key: values for names, values in _DRAWN.items() for key in names.split()}
 
@@ -100,6 +106,10 @@ def drawn(name: str, draw: random.Random) -> dict[str, object]:
             content[key] = True
         if type(meaning).__name__ == "DeltaLayers":
             content["layer_types"] = draw.choice([None, (_FULL + _LINEAR) * 2, _LINEAR * 4, _FULL * 4])
+        if type(meaning).__name__ == "_Layers":
+            content["layer_types"] = draw.choice([None, ["chunked_attention", *_FULL] * 2])
+        if type(meaning).__name__ == "_Heads":
+            content["layer_types"] = draw.choice([None, (_SLIDING + _FULL) * 2])
         if getattr(meaning, "stated", False):
             content["layer_types"] = VALUES["layer_types"][1]
     return content

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from drawn_families import made
 from random_models import TOKENS, delta, rotary, sparse, transformers
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +19,31 @@ EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 PICTURES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "num_position_embeddings": 16}
 PUBLISHED = {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"}
 PUBLISHED |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+
+
+SIGHT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize("family", ["llama4", "gemma4"])
+def test_a_model_that_sees_pictures_comes_in_as_its_text_model(family, tmp_path):
+    text = made(f"{family}_text", random.Random(1)).to_dict()
+    pictures = SIGHT | ({"vision_output_dim": 16, "projector_output_dim": 16} if family == "llama4" else {})
+    tied = text["tie_word_embeddings"]
+    more = {"audio_config": None} if family == "gemma4" else {}
+    config = transformers.AutoConfig.for_model(
+        family, text_config=text, vision_config=pictures, tie_word_embeddings=tied, **more
+    )
+    torch.manual_seed(3)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=8)
+    assert any("the model of pictures is left out" in line for line in done.notes)
+    module = whole_model(done.config.model)
+    load_full([module], SavedTensors(done.folder).read, Axis())
+    with torch.no_grad():
+        want = model(TOKENS).logits
+        got = module.eval()(TOKENS)[..., :101]
+    assert (got - want).abs().max() <= 2e-6 * want.abs().max()
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])

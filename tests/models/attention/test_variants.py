@@ -37,6 +37,18 @@ VARIANTS: dict[str, ModelConfig] = {
     "capped scores in windows": replace(PLAIN, attn_logit_softcapping=0.02, window_size="3,0"),
     "norms of all heads": replace(PLAIN, qk_layernorm=True, qk_layernorm_all_heads=True),
     "heads of length 1": replace(PLAIN, qk_l2_norm=True),
+    "values of length 1": replace(PLAIN, v_l2_norm=True),
+    "values from keys": replace(LLAMA, keys_as_values=True, v_l2_norm=True, qk_l2_norm=True),
+    "values from keys, gate": replace(PLAIN, keys_as_values=True, attention_output_gate=True, softmax_scale=0.8),
+    "a quarter of the pairs": replace(LLAMA, rotary_percent=0.25, rotary_proportional=True),
+    "layers with a scalar": replace(PLAIN, layer_scalar=True),
+    "chunks": replace(PLAIN, attention_chunk_size=3),
+    "chunks and windows": replace(LLAMA, attention_chunk_size=4, window_size="2,0", qk_l2_norm=True),
+    "queries that grow": replace(PLAIN, attention_temperature_beta=2.0, attention_temperature_length=3),
+    "scaled, no pairs between": replace(
+        LLAMA, rotary_base=1e6, use_rope_scaling=True, rope_scaling_high_freq_factor=1.0
+    ),
+    "scaled, many pairs between": replace(LLAMA, use_rope_scaling=True, rope_scaling_high_freq_factor=1e3),
     "off by one": replace(PLAIN, softmax_type="off-by-one"),
     "sinks": replace(PLAIN, softmax_type="learnable"),
     "sinks in windows": replace(PLAIN, softmax_type="learnable", window_size="3,0"),
@@ -67,7 +79,10 @@ def attention(x: Tensor, weights: dict[str, Tensor], name: str, config: ModelCon
     per_group = config.heads // groups
     rows = (x @ weights[f"{name}.linear_qkv.weight"].t()).view(b, s, groups, -1, d)
     gated = config.attention_output_gate
-    q, gate, k, v = rows.split([per_group, per_group * gated, 1, 1], dim=3)
+    q, gate, k, *v = rows.split([per_group, per_group * gated, *[1] * (2 - config.keys_as_values)], dim=3)
+    v = v[0] if v else k
+    if config.v_l2_norm:
+        v = v / (v.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
     if config.qk_l2_norm:
         q, k = (x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() for x in (q, k))
     if config.qk_layernorm_all_heads:
@@ -77,11 +92,16 @@ def attention(x: Tensor, weights: dict[str, Tensor], name: str, config: ModelCon
         q, k = (rotated(x, config) for x in (q, k))
         ages = torch.arange(s).double().div(config.yarn_original_max_position_embeddings).floor()
         q = q * (1 + config.yarn_temperature_beta * torch.log(1 + ages)).view(1, s, 1, 1, 1)
+    elif config.attention_temperature_beta:
+        ages = torch.arange(1, s + 1).double().div(config.attention_temperature_length).floor()
+        q = q * (1 + config.attention_temperature_beta * torch.log(1 + ages)).view(1, s, 1, 1, 1)
     scores = torch.einsum("bqgnd,bkgd->bgnqk", q, k.squeeze(3)) * (config.softmax_scale or d**-0.5)
     if config.attn_logit_softcapping:
         scores = torch.tanh(scores / config.attn_logit_softcapping) * config.attn_logit_softcapping
     far = s if config.window is None else config.window
     seen = torch.ones(s, s).tril().triu(-far).bool()
+    chunk = torch.arange(s) // (config.attention_chunk_size or s)
+    seen = seen & (chunk[:, None] == chunk)
     scores = scores.masked_fill(~seen, -torch.inf)
     if config.softmax_type != "vanilla":
         offset = weights.get(f"{name}.softmax_offset", torch.zeros(config.heads).double())
@@ -99,6 +119,9 @@ def rotated(x: Tensor, config: ModelConfig) -> Tensor:
     """Heads [b, s, ..., d] rotated by complex numbers, with yarn's frequencies as its paper has them (appendix A)."""
     d, base, s = x.shape[-1], config.rotary_base, x.shape[1]
     frequencies = [base ** (-2 * i / d) / config.rotary_seq_len_interpolation_factor for i in range(d // 2)]
+    if config.rotary_proportional:
+        kept = int(config.rotary_percent * d / 2)
+        frequencies = [f if i < kept else 0.0 for i, f in enumerate(frequencies)]
     length = 1.0
     if config.position_embedding_type == "yarn":
         original, factor = config.yarn_original_max_position_embeddings, config.rotary_scaling_factor
@@ -110,6 +133,12 @@ def rotated(x: Tensor, config: ModelConfig) -> Tensor:
         slow = [min(max((i - low) / (high - low), 0), 1) for i in range(d // 2)]
         frequencies = [f / factor * share + f * (1 - share) for f, share in zip(frequencies, slow, strict=True)]
         length = 0.1 * config.mscale * math.log(factor) + 1
+    if config.use_rope_scaling:
+        # Dubey et al. 2024: pairs that turn slowly in 8192 tokens have a frequency of an eighth.
+        turns_of = [8192 * f / (2 * math.pi) for f in frequencies]
+        high = config.rope_scaling_high_freq_factor
+        kept = [min(max((n - 1) / max(high - 1, 1e-9), 0), 1) for n in turns_of]
+        frequencies = [f * share + f / 8 * (1 - share) for f, share in zip(frequencies, kept, strict=True)]
     if config.position_embedding_type == "longrope":
         is_short = s <= config.longrope_original_max_position_embeddings
         divisors = config.longrope_short_factor if is_short else config.longrope_long_factor
@@ -138,6 +167,7 @@ def loss_of(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, lab
         gate, up = (y @ weights[f"{layer}.mlp.linear_fc1.weight"].t()).chunk(2, -1)
         y = (F.silu(gate) * up) @ weights[f"{layer}.mlp.linear_fc2.weight"].t()
         x = x + normed(y, weights, f"{layer}.post_mlp_layernorm", config)
+        x = x * weights.get(f"{layer}.layer_scalar", 1.0)
     logits = normed(x, weights, "decoder.final_layernorm", config) @ weights["output_layer.weight"].t()
     if config.final_logit_softcapping:
         logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
@@ -153,6 +183,8 @@ def drawn(config: ModelConfig) -> GPTModel:
     with torch.no_grad():
         for param in model.parameters():
             param += 0.2 * torch.randn_like(param)
+        for buffer in model.buffers():
+            buffer += 0.5
     return model
 
 
@@ -165,7 +197,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(name):
     loss = model(inputs, labels=labels).sum()
     loss.backward()
     copies = {key: x.detach().clone().requires_grad_() for key, x in model.named_parameters()}
-    want = loss_of(config, copies, inputs, labels)
+    want = loss_of(config, copies | dict(model.named_buffers()), inputs, labels)
     want.backward()
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
     for key, param in model.named_parameters():
@@ -173,6 +205,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(name):
     # The norms that there are decide a placement; any other feature is a setting that moves the loss.
     if name not in ("pre", "post", "sandwich, 1 + w"):
         plain = replace(LLAMA if config.rotates else PLAIN, attention_output_gate=config.attention_output_gate)
+        plain = replace(plain, keys_as_values=config.keys_as_values)
         if name == "gate":
             copies = {key: torch.zeros_like(x) if "linear_proj" in key else x for key, x in copies.items()}
         plain = loss_of(plain, copies, inputs, labels)

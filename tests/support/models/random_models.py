@@ -197,10 +197,11 @@ def saved(family: str, seed: int, folder: Path, **kwargs: Any) -> Tensor:
 
 
 def save(config: Any, folder: Path, seed: int = 3, **kwargs: Any) -> None:
-    """Save a model with every parameter and every bias of a router at random."""
+    """Save a model with every parameter, every bias of a router and every layer's scalar at random."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    biases = [buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and "bias" in name]
+    floating = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    biases = [buffer for name, buffer in floating.items() if "bias" in name or "layer_scalar" in name]
     with torch.no_grad():
         for tensor in (*model.parameters(), *biases):
             tensor += 0.1 * torch.randn_like(tensor)

@@ -46,7 +46,10 @@ def variants() -> Mapping[str, Callable[[random.Random], Any]]:
     return found
 
 
-_DROPOUTS = "resid_pdrop embd_pdrop hidden_dropout residual_dropout embedding_dropout"
+_DROPOUTS = (
+    "attn_pdrop attention_dropout resid_pdrop embd_pdrop hidden_dropout residual_dropout "
+    "embedding_dropout"
+)
 
 
 def save(family: str, seed: int, folder: Path) -> Any:
@@ -68,7 +71,7 @@ def save(family: str, seed: int, folder: Path) -> Any:
         for param in model.parameters():
             param += 0.1 * torch.randn_like(param)
         for name, buffer in model.named_buffers():
-            if buffer.is_floating_point() and "bias" in name:
+            if buffer.is_floating_point() and ("bias" in name or "layer_scalar" in name):
                 buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(folder)
     found = opened(folder)

@@ -5,9 +5,9 @@
 A case is a small random model of a family. It comes in by the conversion, and lies over two ranks,
 which are threads: by tensor, pipeline, context, or expert parallelism. Its logits must be those of
 transformers, within 2e-6 of the largest. A checkpoint that the two ranks write is exported: its
-tensors must be the first ones to the bit, and its config.json must have the same keys. Two steps in
-float64 must have the losses, gradients and weights of one process, and the loss of the first step
-must be transformers' own within 1e-6.
+tensors must be the first ones to the bit, and its config.json must say what the first one says, key
+by key. Two steps in float64 must have the losses, gradients and weights of one process, and the
+loss of the first step must be transformers' own within 1e-6.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megapipe.checks.run import flag_problems
 from megapipe.config import ModelConfig
 from megapipe.convert import SavedTensors, export_checkpoint, import_checkpoint
 from megapipe.convert.huggingface.depths import depths_in
+from megapipe.convert.huggingface.family import IGNORED
 from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.distributed.layout import whole_name
 from megapipe.distributed.mesh import ProcessMesh
@@ -215,11 +216,15 @@ class Model:
         if not off <= CLOSE:
             yield f"logits of the export differ by {off:.2g} of the largest"
         before = SavedTensors(self.folder / "hf")
-        written = json.loads((target / "config.json").read_text())
-        if written["model_type"] != self.family:
-            # Another family says the same; its own table has other names.
-            companion = self.folder / "ours" / "huggingface"
-            target = folder.parent / "back_by_companion"
+        if config_in(target)["model_type"] != self.family:
+            # Another family says the same; its own table has other names and keys.
+            said = FAMILIES[self.family].write(self.model)
+            said |= {"model_type": self.family, "tie_word_embeddings": self.model.tied}
+            companion = folder.parent / "said"
+            companion.mkdir()
+            text = json.dumps(said | {"vocab_size": VOCAB})
+            (companion / "config.json").write_text(text)
+            target = folder.parent / "back_by_table"
             export_checkpoint(folder, target, companion=companion)
         after = SavedTensors(target)
         if before.shapes != after.shapes:
@@ -228,18 +233,67 @@ class Model:
         others = [n for n in before.shapes if not torch.equal(before.read(n), after.read(n))]
         if others:
             yield f"{len(others)} tensors come back as others: {others[:3]}"
-        first = _acting(json.loads((self.folder / "hf" / "config.json").read_text()), before)
-        keys = FAMILIES[self.family].write(self.model)
-        changed = [k for k in keys if k in first and not _alike(k, first, keys)]
-        if changed:
-            yield f"keys of config.json come back as others: {changed}"
+        yield from other_keys(config_in(self.folder / "hf"), config_in(target), before)
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a folder."""
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+_ADDED = {
+    "num_nextn_predict_layers": "all families that begin from Llama's table",
+    "head_dim": "so that no reader divides the width by the heads",
+    "partial_rotary_factor": "of phi3, as transformers 4 has it outside of rope_parameters",
+    "rotary_dim": "of minimax_m2, where all channels are rotated",
+    "intermediate_size": "of solar_open, which has no dense layer",
+    "moe_layer_freq": "of DeepSeek's own program",
+    "scoring_func": "of DeepSeek's own program",
+    "topk_method": "of DeepSeek's own program",
+}
+"""Keys that an export has in addition to those of transformers' class, and why."""
+
+
+def other_keys(
+    first: dict[str, Any], again: dict[str, Any], tensors: SavedTensors
+) -> Iterator[str]:
+    """Yield a text for each key of an exported config.json that is not as in the first one.
+
+    Each key of its class must have the value that transformers reads from the first file: in the
+    exported file as it is, and as transformers reads that one. `IGNORED` has the keys that say
+    nothing about the model. `_acting` and `_ADDED` have what an export says in another way.
+
+    Args:
+        first: the config.json of transformers.
+        again: the exported one.
+        tensors: those of the first folder.
+    """
+    wanted = _acting(_read(first), tensors)
+    read = _read(again)
+    for key in sorted((wanted.keys() | read.keys()) - IGNORED):
+        if key not in wanted and key in _ADDED:
+            continue
+        for value in (read.get(key), again.get(key, read.get(key))):
+            if key not in wanted or value != wanted[key]:
+                yield f"{key} of config.json is {wanted.get(key)}, and {value} in the export"
+
+
+def _read(content: dict[str, Any]) -> dict[str, Any]:
+    """Return all keys that transformers has for a config.json, with defaults of its class."""
+    transformers = importlib.import_module("transformers")
+    name = content["model_type"]
+    name = FAMILIES[name].computed_as or name
+    found = transformers.AutoConfig.for_model(**content | {"model_type": name}).to_dict()
+    return dict(json.loads(json.dumps(found)))
 
 
 def _acting(content: dict[str, Any], tensors: SavedTensors) -> dict[str, Any]:
     """Return a config.json without what it says and its model does not have.
 
     transformers saves no tensors of depths of multi-token prediction, whatever their key says. It
-    counts no groups of experts where a token has the best of all.
+    counts no groups of experts where a token has the best of all. A width that is null is what
+    follows from others.
     """
     found = dict(content)
     if "num_nextn_predict_layers" in content:
@@ -247,15 +301,11 @@ def _acting(content: dict[str, Any], tensors: SavedTensors) -> dict[str, Any]:
         found["num_nextn_predict_layers"] = depths
     if content.get("topk_method") == "greedy":
         found |= {"n_group": 1, "topk_group": 1}
+    if content.get("head_dim", 0) is None:
+        found["head_dim"] = content["hidden_size"] // content["num_attention_heads"]
+    if content.get("n_inner", 0) is None:
+        found["n_inner"] = 4 * content["n_embd"]
     return found
-
-
-def _alike(key: str, first: dict[str, Any], again: dict[str, Any]) -> bool:
-    """Return whether a key has the same value again; a rotation may be said in more words."""
-    a, b = first[key], json.loads(json.dumps(again[key]))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return all(b[name] == a[name] for name in a.keys() & b.keys())
-    return a is None or b is None or bool(a == b) or key == "architectures"
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,16 @@ STYLES["ministral3"] = STYLES["olmo3"] | {
     "no_yarn_correction_range_round_to_int": True,
     "rotary_interleaved": True,
 }
+STYLES["llama4"] = _LLAMA | {
+    "no_rope_freq": "2",
+    "rotary_interleaved": True,
+    "use_rope_scaling": True,
+    "rope_scaling_high_freq_factor": 1.0,
+    "qk_l2_norm": True,
+    "attention_chunk_size": 3,
+    "attention_temperature_beta": 0.5,
+    "attention_temperature_length": 3,
+}
 # Slices of a sequence have the divisors of the whole one.
 STYLES["phi3"] = _LLAMA | {
     "position_embedding_type": "longrope",
