@@ -19,8 +19,8 @@ class Door:
         module: the module below megapipe.commands whose function `main(argv)` runs the command, or
             MODULE:FUNCTION for a function with another name.
         about: the command's line of `megapipe --help`.
-        script: the file in tools that runs it in a clone that is not installed. None:
-            `python -m megapipe NAME` runs it.
+        script: the file in tools that runs the command in a clone that is not installed. None:
+            `python -m megapipe NAME` runs the command.
     """
 
     module: str

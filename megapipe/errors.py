@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """An error that the user can mend. All of its problems are printed at once.
+    """An error that the user can mend, printed as a list of problems.
 
     Attributes:
         problems: the problems, one complete text each.
@@ -38,7 +38,7 @@ class DataError(UserError):
 
 
 class DataLost(DataError):
-    """A file that was readable before and is not any more. Its file system may come back."""
+    """A file that was readable before and is not any more, such as on a lost network drive."""
 
     # Not 2: a restart may find the file again.
     exit_code = 1
@@ -60,7 +60,7 @@ class TrainingError(UserError):
 
 
 class RanksDiffer(TrainingError):
-    """Ranks that should have equal numbers do not: the run must go on from the last checkpoint."""
+    """Weights or counters that must be equal on ranks differ: resume from a checkpoint."""
 
     # Megatron-LM's, EXIT_CODE_RESUME_TO_DISAMBIGUATE.
     exit_code = 16

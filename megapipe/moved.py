@@ -67,7 +67,7 @@ def moved_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 class Moved:
     """A finder and loader of former modules, for `sys.meta_path`.
 
-    A former module has the names of its new place, and none of its own.
+    A former module has the names of the module that replaces it, and none of its own.
 
     Python calls `find_spec`, `create_module` and `exec_module` when it imports a module.
     """
@@ -91,7 +91,7 @@ class Moved:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Give the former module a `__getattr__` that looks its names up in the new place."""
+        """Give the former module a `__getattr__` that looks names up in the new module."""
         # Imported here and not by `find_spec`, which only asks whether there is such a module.
         room = module.__name__.removeprefix("megapipe.")
         new = import_module(f"megapipe.{MODULES[room]}")

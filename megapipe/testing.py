@@ -255,7 +255,7 @@ def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[
 
 
 def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -> Tensor:
-    """Return a tensor-parallel rank's part of a whole parameter, reshaped to `like`'s shape.
+    """Return a tensor-parallel rank's part of a whole parameter, in the shape of `like`.
 
     Args:
         whole: the whole parameter, in its saved shape.

@@ -28,7 +28,7 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
 def batch_problems(config: Config) -> Iterator[str]:
     """Yield the problems of the batch sizes in training and evaluation: the first three, if more.
 
-    Further problems concern --reschedule-after and --train-samples with these sizes.
+    Problems of --reschedule-after and --train-samples with these sizes follow.
     """
     wrong: dict[str, None] = {}
     # Reversed, so that the smallest size of each kind stays.

@@ -108,7 +108,7 @@ def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
 
 
 def _groups(model: ModelConfig) -> Iterator[str]:
-    """Yield the first problem of groups of experts, by --moe-router-num-groups and its like."""
+    """Yield the first problem of groups of experts, such as a wrong --moe-router-num-groups."""
     k = model.moe_router_topk
     experts = model.experts
     groups = model.moe_router_num_groups
@@ -135,7 +135,7 @@ def _groups(model: ModelConfig) -> Iterator[str]:
 
 
 def _balance(model: ModelConfig) -> Iterator[str]:
-    """Yield problems of the balancing losses and of their weights."""
+    """Yield problems of the balancing losses and their coefficients."""
     flag = "--moe-router-load-balancing-type"
     kinds = model.moe_router_load_balancing_type
     weights = model.moe_aux_loss_coeff

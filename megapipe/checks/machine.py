@@ -20,7 +20,7 @@ _ON_A_CPU = (
 def on_cpus(config: Config) -> Config:
     """Return the configuration with flags for GPUs replaced, for a torch without CUDA.
 
-    Its `noop_flags` have a line about each flag that was replaced.
+    `noop_flags` of the result has a line about each flag that was replaced.
     """
     for field, asked, taken, because in _ON_A_CPU:
         # Other values, such as flash, have a kernel on CPUs or are refused by `machine_problems`.

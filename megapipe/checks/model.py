@@ -63,7 +63,7 @@ def shape_problems(config: Config) -> Iterator[str]:
 
 
 def _heads(m: ModelConfig) -> Iterator[str]:
-    """Yield the first problem of a head's size, or of its channels that are rotated."""
+    """Yield the first problem of the number of channels of a head, or of rotated channels."""
     hidden = m.hidden_size
     heads = m.num_attention_heads
     if not hidden or not heads:
@@ -110,7 +110,7 @@ def window_problems(config: Config) -> Iterator[str]:
 
 
 def _yarn(model: ModelConfig) -> Iterator[str]:
-    """Yield the problem of a --rotary-base of at most 1 under yarn, which divides by its log."""
+    """Yield the problem of a --rotary-base of at most 1, by whose logarithm yarn divides."""
     if model.position_embedding_type == "yarn" and model.rotary_base <= 1:
         yield (
             f"--rotary-base {model.rotary_base:g}: --position-embedding-type yarn divides by its "

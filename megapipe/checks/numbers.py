@@ -37,7 +37,7 @@ def check_numbers(config: Config) -> tuple[Config, list[str]]:
 
 
 def division(value: int, by: int) -> str:
-    """Return a division with its remainder as text, such as 30 = 4 x 7 + 2.
+    """Return a division with remainder as text, such as "30 = 4 x 7 + 2".
 
     Args:
         value: the dividend.

@@ -74,12 +74,12 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
 
 
 def table_problem(config: Config, microbatches: int) -> str | None:
-    """Return an error if a step has more than FORWARDS forward passes; None if it has not.
+    """Return an error if a step has more than FORWARDS forward passes, else None.
 
     The schedule table of so large a step would take minutes to make.
 
     Args:
-        microbatches: per step and data-parallel rank.
+        microbatches: number of microbatches per step and data-parallel rank.
     """
     count = forwards(config, microbatches)
     if count <= FORWARDS:

@@ -63,8 +63,8 @@ class Problems:
 
     Attributes:
         flags: problems of the flags, on any machine.
-        files: files and folders that cannot be read or written.
-        machine: what this machine lacks.
+        files: problems of files and folders that cannot be read or written.
+        machine: texts on what this machine lacks.
         tokenizer: the tokenizer, so that its file is read once; it may be large, and slow to parse.
             None if it cannot be read; `files` then says why.
     """

@@ -56,8 +56,8 @@ def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[s
     """Return (the number of token ids, lines to print).
 
     Args:
-        tokenizer: None if it cannot be read. The number is then assumed, and a line says so. With
-            a tokenizer there are no lines.
+        tokenizer: the tokenizer; None if it cannot be read. The number is then assumed, and a line
+            says so. With a tokenizer there are no lines.
     """
     if tokenizer is not None:
         return tokenizer.vocab_size, []

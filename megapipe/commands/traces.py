@@ -164,7 +164,7 @@ def _caption(number: int, schedule: Schedule, worst: RankSummary) -> str:
 
 
 def _one_step(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[Track]:
-    """Return the tracks of the step of median duration, with times in ms from its first pass.
+    """Return the tracks of the step of median duration, with times in ms from the first pass.
 
     A rank's measured tracks are followed by its predicted ones.
 

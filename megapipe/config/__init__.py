@@ -122,7 +122,7 @@ class Config:
 
     @property
     def copies_state(self) -> bool:
-        """Return whether ranks copy their state to memory that survives a restart of the ranks."""
+        """Return whether ranks copy their training state to memory that survives their restart."""
         trains = not (self.optimizer.freeze_all_layers or self.data.skip_train)
         return self.checkpoint.non_persistent_ckpt_type == "local" and trains
 
@@ -168,7 +168,7 @@ class Config:
 
     @property
     def of_optimizer(self) -> dict[str, Any]:
-        """The keyword arguments of `optim.optimizer.Optimizer` that flags decide, by name."""
+        """The keyword arguments of `optim.optimizer.Optimizer` that flags decide."""
         par = self.parallel
         found: dict[str, Any] = {
             "distributed": par.splits_optimizer,
@@ -230,7 +230,7 @@ class Config:
         """Return the configuration with these fields changed, whichever section they are in.
 
         Args:
-            fields: the new value of each field, by the field's name.
+            fields: field=value for each changed field.
         """
         changed = dict[str, dict[str, Any]]()
         for name, value in fields.items():

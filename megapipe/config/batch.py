@@ -77,7 +77,7 @@ class BatchSizes:
     `at` returns the size of a step. `after` and `iterations` convert between numbers of steps and
     of samples.
 
-    `last` is the final size, `distinct` lists every size once.
+    `last` is the final batch size, `distinct` lists every batch size once.
 
     Attributes:
         steps: (samples consumed so far, batch size from there on), ascending, the first at 0.
@@ -87,7 +87,7 @@ class BatchSizes:
 
     @staticmethod
     def of(batch: BatchConfig, data_parallel_size: int) -> BatchSizes:
-        """Return the sizes that the flags give.
+        """Return the batch sizes that the flags give.
 
         Args:
             data_parallel_size: the number of replicas. If no flag gives a batch size, a batch has
@@ -110,7 +110,7 @@ class BatchSizes:
 
     @property
     def last(self) -> int:
-        """The size of the last steps of the run."""
+        """The batch size of the last steps of the run."""
         return self.steps[-1][1]
 
     @property
@@ -126,7 +126,7 @@ class BatchSizes:
         """Return the number of samples that the run has consumed after `iterations` more steps.
 
         Args:
-            consumed: the number before these steps.
+            consumed: number of samples consumed before these steps.
         """
         for stop, size in self._rest(consumed):
             # Rounded up: a step that begins before `stop` has the old size, though it ends after
@@ -140,8 +140,8 @@ class BatchSizes:
         """Return the number of whole steps between two numbers of consumed samples.
 
         Args:
-            consumed: the number at the first step.
-            until: the number that the last step must not exceed.
+            consumed: number of samples consumed before the first step.
+            until: number of consumed samples that the last step must not exceed.
         """
         count = 0
         for stop, size in self._rest(consumed):

@@ -15,7 +15,7 @@ REPLICATES = needs("replication", "no rank keeps another one's state")
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving and loading."""
+    """Saving and loading of checkpoints."""
 
     # Which checkpoints are saved, and which are kept.
     # As in Megatron-LM, which has no default interval either.

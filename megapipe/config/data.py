@@ -34,13 +34,13 @@ TokenizerType = Literal[
 
 
 def of_tokenizer(instead: str, *kinds: str) -> Idle:
-    """Return the annotation of a field that only these kinds of tokenizer read.
+    """Return the annotation of a field that only some kinds of tokenizer read.
 
-    With another kind the flag has no effect.
+    With any other kind the flag has no effect.
 
     Args:
-        instead: what happens instead.
-        kinds: names of --tokenizer-type.
+        instead: a text on what happens with any other kind.
+        kinds: the values of --tokenizer-type whose tokenizers read the field.
     """
     return Idle(lambda c: c.data.tokenizer not in kinds, f"{instead}, without {' or '.join(kinds)}")
 
@@ -97,7 +97,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig(TokenizerConfig):
-    """The tokens, their files and order, and the evaluation."""
+    """The data, such as files and order of samples, and the evaluation."""
 
     # Files.
     # CONTENTS on --load: the files may have moved, and digests of them are compared.

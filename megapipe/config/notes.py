@@ -44,7 +44,7 @@ def _of_kind(cls: type, kind: type) -> dict[str, tuple[Any, ...]]:
 
 
 def note_of(cls: type, kind: type[T]) -> dict[str, T]:
-    """Return {field: its note}, for a kind of note that a field has at most once.
+    """Return {field: note} for a kind of note that a field has at most once.
 
     A note is an object in the annotation of a field, such as a Range.
     """
@@ -69,7 +69,7 @@ class Spelled:
 
 @dataclass(frozen=True)
 class _NoFlag:
-    """The annotation of a field that has no flag, as megapipe sets it itself."""
+    """The annotation of a field without a flag, which megapipe sets itself."""
 
 
 NO_FLAG = _NoFlag()
@@ -94,14 +94,14 @@ class Range:
 
     Attributes:
         words: the rule, for errors.
-        holds: returns whether a number fits.
+        holds: returns whether a number follows the rule.
     """
 
     words: str
     holds: Callable[[Any], bool]
 
     def problem(self, value: float) -> str | None:
-        """Return the rule that a value breaks, in words; None if it fits."""
+        """Return `words` if a value breaks the rule; None if it follows the rule."""
         # NaN fails every comparison. Infinity passes some, and so is asked for separately.
         if not self.holds(value):
             return f"must be {self.words}"
@@ -245,7 +245,7 @@ def excludes(
     """Return the annotation of a flag that is refused together with any of the others.
 
     Args:
-        others: the other flags' fields, separated by spaces.
+        others: the fields of the other flags, separated by spaces.
         why: the reason; its {} are the two flags as typed.
         remedy: a sentence after the reason.
         where: takes a Config. The flags are refused only if it returns True. Default: always.

@@ -21,8 +21,8 @@ def unfit(kinds: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each value that does not have its field's type.
 
     Args:
-        kinds: the type of each field, by name.
-        values: the values, by name. Names that are not in `kinds` are skipped.
+        kinds: {field: type}.
+        values: {field: value}. Fields that are not in `kinds` are skipped.
     """
     for name, value in values.items():
         if name in kinds and not fits(value, kinds[name]):

@@ -47,12 +47,12 @@ class Converted:
 
     Attributes:
         folder: the folder of the new checkpoint, or of the new Hugging Face model.
-        config: flags of the model, its data and its precision, for a run that loads it.
+        config: flags of model, data and precision, for a run that loads the result.
         notes: a line for the user about each setting that means something else in the other
             program.
         vocab_size: rows of the embedding, with padding if the other program is Megatron-LM.
         steps: steps of the optimizer, None without its state.
-        dtype: type of the weights that were written, to which they may have been rounded.
+        dtype: type of the written weights, which may be rounded to it.
     """
 
     folder: Path
@@ -303,7 +303,7 @@ def exportable(folder: Path, target: Path) -> Config:
 def _data(folder: Path, vocab_size: int, rows: int) -> tuple[DataConfig, list[str]]:
     """Return (flags of a folder's tokenizer, reasons why tokenizer files are not used).
 
-    Without a tokenizer that megapipe can read, the flags are the NullTokenizer's.
+    Without a tokenizer that megapipe can read, the flags choose the NullTokenizer.
 
     Args:
         folder: a Hugging Face folder.
@@ -341,7 +341,7 @@ def _data(folder: Path, vocab_size: int, rows: int) -> tuple[DataConfig, list[st
 def _vocab_size(config: Config) -> int:
     """Return the number of ids of the training's tokenizer.
 
-    Raises: CheckpointError if its files are not there.
+    Raises: CheckpointError if the tokenizer's files are missing.
     """
     try:
         return build_tokenizer(config.data).vocab_size

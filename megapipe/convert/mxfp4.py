@@ -49,7 +49,7 @@ class Mxfp4Tensors(SavedTensors):
             self._quantised[bare] = ((experts, rows, groups, bytes_), (experts, rows, groups))
 
     def read(self, key: str) -> Tensor:
-        """Return the whole tensor of a name, dequantised to bfloat16 if it is in mxfp4."""
+        """Return the whole tensor of a name, in bfloat16 if it is stored in mxfp4."""
         if key not in self._quantised:
             return super().read(key)
         parts = []

@@ -56,13 +56,14 @@ class SavedTensors:
     A tensor may be split over several files. `read` joins it.
 
     Args:
-        renamed: takes a name in the files, and returns the name here; None leaves the tensor out.
+        renamed: takes a name in the files, and returns the name for `read`; None leaves a tensor
+            out.
 
     Attributes:
         folder: the folder of the files.
         stored: the names of all tensors in the files.
-        shapes: name -> whole shape of the tensor.
-        dtypes: name -> type of the tensor.
+        shapes: {name: whole shape of the tensor}.
+        dtypes: {name: type of the tensor}.
 
     Raises: CheckpointError if the folder has no such files, or one of them is damaged.
     """
@@ -118,7 +119,7 @@ class SavedTensors:
 
 
 def _listed(folder: Path) -> set[str] | None:
-    """Return the names of the safetensors files that belong to the model; None if all do.
+    """Return the names of the safetensors files that belong to the model; None if all files do.
 
     The folder's index lists these files. A folder of the Hugging Face hub may also hold the same
     weights in a second form, which is not listed.

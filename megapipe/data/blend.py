@@ -80,7 +80,7 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
 
 
 def _number(text: str) -> float | None:
-    """Return the text as a number; None if it is not one."""
+    """Return the number that a text gives; None for another text."""
     try:
         return float(text)
     except ValueError:
@@ -135,15 +135,15 @@ def blend_indices(
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """Return, for each sample of a blend, its dataset (int16) and its position there (int64).
 
-    Sample i comes from the dataset with the largest weight * max(i, 1) - taken, the first one of
-    equals. `taken` is the number of samples that the dataset has given before. A dataset that has
-    given its limit is left out. If `weights` are equal to `limits`, and `size` to their sum, every
-    sample therefore comes exactly once.
+    Sample i comes from the dataset with the largest weight * max(i, 1) - taken, or the first of
+    several such datasets. `taken` is the number of samples that the dataset has given before. A
+    dataset that has given its limit is left out. If `weights` are equal to `limits`, and `size` to
+    their sum, every sample therefore comes exactly once.
 
     Args:
         weights: one per dataset, not all 0; they are normalised here.
         size: number of samples of the blend.
-        limits: number of samples of each dataset; their sum is at least `size`.
+        limits: number of samples of each dataset; the sum of the limits is at least `size`.
     """
     assert size <= sum(limits)
     w = np.array(normalised(weights))

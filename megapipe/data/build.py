@@ -69,7 +69,7 @@ def open_parts(config: Config, tokenizer: Tokenizer) -> list[Part | None]:
     """Open the sources of train, validation and test, without the slow ordering of samples.
 
     Returns: for each of the three, a Part: (list of (source, ids of its sequences), blend, number
-        of samples wanted); None for one that the run does not read.
+        of samples wanted); None for a part that the run does not read.
     Raises: DataError with every file that is missing, damaged or of another tokenizer, and for a
         part without tokens.
     """
@@ -132,7 +132,7 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
 
 
 def reads(config: Config, data: Datasets) -> str:
-    """Return a text on the data that the run reads from its first step to its last.
+    """Return a text on the data that the run reads from the first step to the last.
 
     A line for each part gives its samples. After it, a line for each source of the part gives the
     documents, tokens and epochs.

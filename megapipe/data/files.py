@@ -101,7 +101,7 @@ def folder_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Ite
 
 
 def nearest_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the path itself if it exists, else the nearest one above it that does."""
+    """Return the path itself if it exists, else the nearest folder above it that exists."""
     there = Path(path)
     while not there.exists():
         there = there.absolute().parent
@@ -132,7 +132,7 @@ def note_how(output: str | os.PathLike[str], how: Mapping[str, Any]) -> None:
 
 
 def forget_how(output: str | os.PathLike[str]) -> None:
-    """Delete the record of how a former output was made, before a new output takes its place."""
+    """Delete the record of how the file `output` was made, before a new file replaces it."""
     _how(output).unlink(missing_ok=True)
 
 

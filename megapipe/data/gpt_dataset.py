@@ -45,7 +45,7 @@ Item = NDArray[np.int64] | Mapping[str, NDArray[Any]]
 class TokenDataset(Protocol):
     """A dataset that the loader can read.
 
-    An item has s + 1 tokens. The first s are the inputs, the last s the labels.
+    An item has s + 1 tokens: the first s are inputs, and the last s are labels.
     """
 
     def __len__(self) -> int: ...
@@ -118,7 +118,7 @@ def build_indices(
 
 
 def _shuffle(values: NDArray[Any], cut: int, random: np.random.RandomState) -> None:
-    """Shuffle values[:cut] and values[cut:] in place, each within itself.
+    """Shuffle values[:cut] in place, and then values[cut:].
 
     Args:
         values: the array.
@@ -161,11 +161,11 @@ class GPTDataset:
     Reading an item raises DataError with file, sequence and id if an id is not in the vocabulary.
 
     Attributes:
-        source: where tokens are read.
+        source: the token sequences.
         indices: which tokens each item holds.
         seq_length: tokens of an item, without the last label.
         vocab_size: number of ids that the tokenizer has.
-        sequences: ids of the source's sequences that the items are made of.
+        sequences: indices of the source's sequences that the items are made of.
     """
 
     source: TokenSource

@@ -38,15 +38,15 @@ def cached(
     key: Mapping[str, object],
     build: Callable[[], Sequence[NDArray[Any]]],
 ) -> list[NDArray[Any]]:
-    """Return the arrays of `build`, read from the cache folder if they are stored there.
+    """Return the arrays that `build` returns, read from the cache folder if it has them.
 
     Arrays that are not stored yet are computed and stored first. Arrays of a folder are read-only
     memory maps.
 
     Args:
         folder: cache folder; None to compute without a cache.
-        key: everything the arrays depend on. The arrays have a folder for each key, with the key in
-            key.json.
+        key: {name: value} of everything that the arrays depend on. Each key has a folder of its
+            own, with the key in key.json.
         build: computes the arrays.
     Raises: DataError for a folder that cannot be written or an entry that cannot be read.
     """
@@ -169,7 +169,7 @@ def _take_away(lock: Path, seen: tuple[str, int]) -> bool:
 
     Args:
         lock: the lock file.
-        seen: what `_holder` returned; a lock file that has changed since is left alone.
+        seen: the lock file's state, from `_holder`; a file that has changed since is left alone.
     """
     try:
         with lock.open() as file:

@@ -155,7 +155,7 @@ def make_batch(
     eod_mask_loss: bool = False,
     reset_position_ids: bool = False,
 ) -> Batch:
-    """Make inputs of all but the last token, and labels of all but the first.
+    """Make a batch with all tokens but the last as inputs, and all but the first as labels.
 
     Args:
         tokens_plus_one: [b, s + 1] int64; the result is on its device.
@@ -247,7 +247,7 @@ class SampleOrder:
         """Return the sample id at a position in the endless sequence of shuffled epochs.
 
         Args:
-            position: number of samples of all data-parallel ranks before it.
+            position: number of samples of all data-parallel ranks before this sample.
         """
         # Megatron-LM drops the remainder that does not fill one microbatch of all ranks.
         per_epoch = self.num_samples // self.width * self.width
@@ -332,7 +332,7 @@ class Batches:
         return _Step(step)
 
     def _starts(self, consumed: int) -> range:
-        """Return, for each microbatch of a step, the samples consumed before it, as a range.
+        """Return, for each microbatch of a step, the number of samples consumed before it: a range.
 
         The range's `stop` is the number of samples consumed before the next step.
         """

@@ -65,11 +65,11 @@ class Written:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A tokenised chunk.
+    """Tokenised documents: a part of the input that one process handles at once.
 
     Attributes:
-        documents: number of documents.
-        num_bytes: bytes of their undecoded text.
+        documents: number of documents in the chunk.
+        num_bytes: bytes of the undecoded text of all documents.
         per_key: for each key, the ids of all documents back to back, and the length of each.
     """
 
@@ -130,7 +130,7 @@ def preprocess(
 
 
 def _bad_keys(keys: Sequence[str]) -> Iterator[str]:
-    """Yield a problem for each key that cannot name its pair of files.
+    """Yield a text for each JSON key that cannot be part of a file's name.
 
     Args:
         keys: the values of --json-keys.
@@ -146,7 +146,7 @@ def _bad_keys(keys: Sequence[str]) -> Iterator[str]:
 
 
 def _chunks(documents: Iterator[RawDocument]) -> Iterator[list[RawDocument]]:
-    """Yield the documents in lists of about _CHUNK_BYTES, or of one document if that is longer."""
+    """Yield lists of documents, with about _CHUNK_BYTES each, or one longer document."""
     chunk: list[RawDocument] = []
     size = 0
     for document in documents:

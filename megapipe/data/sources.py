@@ -24,7 +24,7 @@ _FLAG = "--data-path"
 
 @dataclass(frozen=True)
 class Blend:
-    """The .bin/.idx pairs of a blend. `ask` calls a function with one of their prefixes.
+    """The .bin/.idx files of a blend. `ask` calls a function with one of the paths.
 
     Attributes:
         said: the name of the blend in messages: its flag, or the file that lists it.
@@ -37,7 +37,7 @@ class Blend:
     weights: list[float] | None
 
     def ask(self, question: Callable[[str], Any], prefix: str) -> Any:
-        """Return question(prefix), with errors that name this blend's flag in place of --data-path.
+        """Return question(prefix).
 
         Args:
             question: a function whose errors name --data-path.

@@ -17,10 +17,10 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 class RawDocument(NamedTuple):
     """The undecoded bytes of a document.
 
-    `where` names its place in messages.
+    `where` names the document's file and line in messages.
 
     Attributes:
-        path: the file it stands in.
+        path: the file with the document.
         line: line number in a JSON Lines file, from 1; None for a whole file.
         content: the bytes of the line, or of the file.
     """

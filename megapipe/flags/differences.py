@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 
 
 class Difference(NamedTuple):
-    """A flag that has another meaning or default here than in Megatron-LM.
+    """A flag that has another meaning or default in megapipe than in Megatron-LM.
 
     Attributes:
         what: the property that differs.
         there: the flag's value in Megatron-LM.
-        why: the reason for the difference, or what it means.
+        why: the reason for the difference, or its effect.
     """
 
     flag: str

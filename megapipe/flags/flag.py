@@ -70,7 +70,7 @@ class Flag:
         return [self.name, *values]
 
     def count_problem(self, values: Sequence[str]) -> str | None:
-        """Return the error for a wrong number of values, None for a right one.
+        """Return the error for a wrong number of values; None if the number is right.
 
         Args:
             values: as typed.
@@ -90,7 +90,7 @@ class Flag:
         return None
 
     def value_problem(self, values: Sequence[str]) -> str | None:
-        """Return the error for values that cannot be read, None if all can.
+        """Return the error for values that cannot be read; None if all values can be read.
 
         A wrong number of values is left to `count_problem`.
 
@@ -115,7 +115,7 @@ class Flag:
         """Return the value of the field.
 
         Args:
-            values: as typed. Both `count_problem` and `value_problem` have found them right.
+            values: as typed, and found right by `count_problem` and `value_problem`.
         Raises: KeyError or ValueError for values that cannot be read.
         """
         if self.count == "none":
@@ -132,7 +132,7 @@ class Flag:
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
-    """Return every flag of a configuration class by name, in the order of the fields."""
+    """Return {name: flag} of a configuration class, in the order of the fields."""
     return {flag.name: flag for flag in _flags(cls, "")}
 
 

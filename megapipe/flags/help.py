@@ -59,7 +59,7 @@ def meaning(flag: Flag) -> str:
     """Return the string below a field in its class, in one line; empty if there is none.
 
     Args:
-        flag: the flag, whose field it is.
+        flag: the flag of the field.
     """
     return " ".join(_docstrings(flag.owner).get(flag.field, "").split())
 

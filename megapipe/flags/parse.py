@@ -88,8 +88,8 @@ class Read(Generic[T]):
     Attributes:
         value: the configuration. Flags that cannot be read have their defaults in it.
         problems: an error for each unknown flag and each unreadable value.
-        unread: the flags that these errors name. A check of `value` may be wrong about them: it
-            calls a misspelled flag missing.
+        unread: the flags that these errors name. A check of `value` may be wrong about such flags:
+            for example it calls a misspelled flag missing.
     """
 
     value: T
@@ -219,7 +219,7 @@ def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def place_of_dashes(argv: Sequence[str], example: str) -> int:
     """Return the index of the `--` that ends a tool's own flags in a command line.
 
-    If help is asked for, it is the length of `argv`.
+    If help is asked for, the result is the length of `argv`.
 
     Args:
         example: a command line to show in the error.
@@ -367,7 +367,7 @@ def text_of(flags: Mapping[str, Sequence[str]]) -> str:
 
 
 def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -> str | None:
-    """Return the error for a flag that sets no field, None if it is accepted without effect.
+    """Return the error for a flag that sets no field; None if the flag is accepted without effect.
 
     Args:
         values: as typed.

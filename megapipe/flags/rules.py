@@ -89,7 +89,7 @@ KNOWN = MEGATRON_FLAGS | set(NOOP_FLAGS) | set(_FORK_FLAGS) | set(SWITCHES) | OL
 
 
 def value_problem(name: str, values: Sequence[str]) -> str | None:
-    """Return the error for the values of a flag in NOOP_FLAGS, None if they are accepted.
+    """Return the error for the values of a flag in NOOP_FLAGS; None if the values are accepted.
 
     A flag in NOOP_FLAGS is accepted and sets nothing.
     """
@@ -110,7 +110,7 @@ def value_problem(name: str, values: Sequence[str]) -> str | None:
 
 
 def reason(name: str) -> str:
-    """Return why a flag of Megatron-LM is refused, or what to use; empty if it is just missing."""
+    """Return why a flag of Megatron-LM is refused, or what to use instead; "" if unknown."""
     bare = name.removeprefix("--")
     for patterns, why in _REASONS:
         # fnmatchcase and not fnmatch, which ignores case on some systems.

@@ -42,7 +42,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 def take_any_name() -> None:
     """Let standard output print any file name, by escaping bytes that are not text.
 
-    Standard error does so by itself.
+    Standard error does so anyway.
     """
     # The stream may be closed, be replaced by a test, or be a file that became a pipe.
     with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -116,5 +116,5 @@ def _printed_by_torchrun(text: str) -> bool:
 
 
 def program() -> str:
-    """Return the name of the script, as errors and help print it."""
+    """Return the name of the running script, for errors and help."""
     return Path(sys.argv[0]).name or "megapipe"

@@ -26,5 +26,5 @@ def own() -> list[str]:
 
 
 def leave_out(names: Collection[str]) -> None:
-    """Disable the libraries with these names from now on, and enable all others."""
+    """Disable compiled libraries by name from now on, and enable all others."""
     cpu.left_out = frozenset(names)

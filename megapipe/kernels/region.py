@@ -60,6 +60,6 @@ def region(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def is_fused(x: Tensor) -> bool:
     """Return whether a function decorated by `region` runs as one kernel on this tensor.
 
-    It does on a GPU, except inside torch.compile, which fuses plain operations itself.
+    This is so on a GPU, except inside torch.compile, which fuses plain operations itself.
     """
     return x.is_cuda and not torch.compiler.is_compiling()

@@ -16,8 +16,8 @@ from megapipe.training.check import report
 def with_processes(config: Config) -> Config:
     """Return the configuration with the number of processes in `world_size`.
 
-    The number is --world-size if that is given, else the launcher's number, but at least the ranks
-    of one replica of the model.
+    The number is the value of --world-size, if given. Else it is the launcher's number of
+    processes, or the ranks of one replica of the model if these are more.
     """
     # A launcher would say it. Without one a plan of four stages is about four processes.
     given = config.check.world_size
@@ -27,7 +27,7 @@ def with_processes(config: Config) -> Config:
 
 
 def ready(config: Config) -> Config:
-    """Return the configuration with its number of processes and padded vocabulary, checked.
+    """Check the configuration, and return it with number of processes and padded vocabulary.
 
     Raises: ConfigError with every problem.
     """

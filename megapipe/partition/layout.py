@@ -35,7 +35,7 @@ def parse_layout(text: str) -> tuple[int, ...]:
 
 
 def depths_of(text: str) -> tuple[int, ...]:
-    """Return the stage of each multi-token prediction depth in a layout string, depth 1 first.
+    """Return the stage of each module of multi-token prediction in a layout string, in order.
 
     `Et|tm|tmL` gives (1, 2).
     """
@@ -64,7 +64,7 @@ def layout_string(counts: Sequence[int], depths: Sequence[int] = ()) -> str:
 
     Args:
         counts: layers of each stage.
-        depths: the stage of each multi-token prediction depth.
+        depths: the stage of each module of multi-token prediction.
     """
     stages = []
     for number, count in enumerate(counts):

@@ -51,7 +51,7 @@ class LayerSpan:
 
     @property
     def layers(self) -> range:
-        """The indices of its layers in the whole model, from 0."""
+        """The indices of the layers in the whole model, from 0."""
         return range(self.first, self.first + self.count)
 
 

@@ -57,7 +57,7 @@ class DeltaConfig:
         return frequency[layer] == 1
 
     def delta_settings(self, layers: int) -> dict[str, Any]:
-        """Return the fields of this class by name; {} if no layer has a gated delta net.
+        """Return {field of this class: value}; {} if no layer has a gated delta net.
 
         Equal models give equal dicts: the variant is always gated_delta_net, never gdn, and the
         frequency always a list of 0 and 1.

@@ -72,7 +72,7 @@ class FP8Config:
     """Number of last layers without FP8, with --first-last-layers-bf16."""
 
     def has_fp8_in(self, layer: int, layers: int) -> bool:
-        """Return whether a layer multiplies in FP8.
+        """Return whether the linear layers of a transformer layer multiply in FP8.
 
         Args:
             layer: the layer's number, from 0.

@@ -86,5 +86,5 @@ class MLAConfig:
 
     @property
     def qk_dim(self) -> int:
-        """Channels of a query or key head: those with rotary positions and the others."""
+        """Channels of a query or key head, with and without rotary positions."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim

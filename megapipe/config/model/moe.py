@@ -176,7 +176,7 @@ class MoEConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether any layer has experts; in a layer's configuration, whether it has some."""
+        """Return whether any layer has experts, or this layer in the configuration of one."""
         return bool(self.num_experts)
 
     @property
@@ -209,7 +209,7 @@ class MoEConfig:
 
     @property
     def balancing(self) -> dict[str, float]:
-        """The coefficient of each load-balancing loss by name, such as seq_aux_loss.
+        """{name of a load-balancing loss, such as seq_aux_loss: its coefficient}.
 
         Losses with the coefficient 0 are left out.
         """
@@ -249,7 +249,7 @@ def layer_frequency(text: str) -> int | list[int]:
 
 @cache
 def frequency_of(text: str) -> int | tuple[int, ...]:
-    """Return what `layer_frequency` does, with a list as a tuple."""
+    """Return the value of a text such as "2" or "[0]*3+[1]*9": an integer or a tuple."""
     # Read once: a search of plans asks for every layer of every plan.
     # A shell's array variable can leave quotes in the value.
     bare = text.strip().strip("'\"")
@@ -275,7 +275,7 @@ def frequency_of(text: str) -> int | tuple[int, ...]:
 
 
 def _sum(words: list[str]) -> int | list[int]:
-    """Parse one value, or lists with + between, such as [0] * 2 + [1]. Remove its words."""
+    """Parse one value, or lists with + between, such as [0] * 2 + [1]. Remove the parsed words."""
     total = _product(words)
     while words and words[-1] == "+":
         words.pop()
@@ -287,7 +287,7 @@ def _sum(words: list[str]) -> int | list[int]:
 
 
 def _product(words: list[str]) -> int | list[int]:
-    """Parse one value, or a list and integers with * between, such as [1] * 3. Remove its words."""
+    """Parse one value, or a list and integers with * between. Remove the parsed words."""
     total = _value(words)
     while words and words[-1] == "*":
         words.pop()
@@ -304,7 +304,7 @@ def _product(words: list[str]) -> int | list[int]:
 
 
 def _value(words: list[str]) -> int | list[int]:
-    """Parse one value: an integer, a list, or an expression in parentheses. Remove its words."""
+    """Parse an integer, a list, or an expression in parentheses. Remove the parsed words."""
     word = words.pop() if words else ""
     if word == "(":
         inside = _sum(words)

@@ -49,6 +49,6 @@ class MTPConfig:
 
     @property
     def depth_weight(self) -> float:
-        """The factor of one depth's loss in the loss of the whole model."""
+        """The factor of the loss of one module of multi-token prediction in the whole loss."""
         # Megatron-LM's mean over the depths. 1 without depths, where nothing is weighed.
         return self.mtp_loss_scaling_factor / max(self.depths, 1)

@@ -18,7 +18,7 @@ WINDOWED = of_no_layer(
 
 @dataclass(frozen=True)
 class PatternConfig:
-    """Which layers differ in rotation or window. `config.layers.layer_config` applies both."""
+    """Which layers have no rotary positions, or no attention window."""
 
     no_rope_freq: Annotated[str | None, MUST, ROPE, HEADS] = None
     """Layers without rotary positions. N: every N-th layer. A list: the layers with a 1, such as
@@ -33,7 +33,7 @@ class PatternConfig:
         return bool(self.no_rope_freq or self.window_attn_skip_freq)
 
     def patterns_of(self, layer: int) -> dict[str, Any]:
-        """Return the fields of ModelConfig that differ in a layer, counted from 0.
+        """Return {field of ModelConfig: value} for fields that differ in the layer with an index.
 
         Raises: ConfigError for a flag that is no pattern of the model's layers.
         """
@@ -50,7 +50,7 @@ class PatternConfig:
 
 @cache
 def layers_of(flag: str, text: str | None, meant: int, layers: int) -> frozenset[int]:
-    """Return the layers, counted from 0, that a flag's value names.
+    """Return the indices, from 0, of the layers that a flag's value names.
 
     Args:
         flag: the flag's name, for errors.

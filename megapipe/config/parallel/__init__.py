@@ -60,10 +60,10 @@ class ParallelConfig(OffloadConfig, ShardingConfig, PipelineConfig, RanksConfig)
 
     @property
     def p2p_mode(self) -> Literal["plain", "batched", "ring"]:
-        """The way in which messages between stages are posted.
+        """The way in which sends and receives between stages are posted.
 
-        plain: each by itself. batched: together. ring: as a ring exchange. See
-        pipeline_parallel.messages.transport.
+        plain: each by itself. batched: those posted at one time together. ring: all pipeline ranks
+        at a time, each with both neighbours.
         """
         if self.use_ring_exchange_p2p:
             return "ring"

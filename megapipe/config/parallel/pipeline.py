@@ -176,8 +176,8 @@ class PipelineConfig:
     def chunks(self) -> int | None:
         """The value of the flag that gives a rank several stages; None without such a flag.
 
-        With --num-layers-per-virtual-pipeline-stage it is the number of layers of a stage. With
-        --num-virtual-stages-per-pipeline-rank it is the number of stages of a rank.
+        With --num-layers-per-virtual-pipeline-stage, this is the number of layers of a stage. With
+        --num-virtual-stages-per-pipeline-rank, it is the number of stages of a rank.
         """
         return (
             self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank

@@ -99,8 +99,8 @@ def check_names(
 
     Args:
         name: the name of the checkpoint, for the error.
-        needed: name -> shape, for each tensor of the model.
-        there: name -> shape, for each tensor of the checkpoint.
+        needed: {name: shape} of each tensor of the model.
+        there: {name: shape} of each tensor of the checkpoint.
         forms: needed shape -> the shapes that the tensor may have in the checkpoint. Default: only
             the needed shape itself.
     Raises: CheckpointError with every tensor that is missing, left over or of another shape.
@@ -133,11 +133,11 @@ def other_copies(saved: SavedTensors, model: ModelConfig) -> Iterator[str]:
 
 
 def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:
-    """Yield notes for the user on settings that mean something else on the other side.
+    """Yield notes for the user on settings that mean something else in Hugging Face.
 
     Args:
         content: the config.json.
-        model: the configuration of megapipe for it.
+        model: megapipe's configuration of the same model.
         vocab_size: number of ids without padding.
     """
     if model.activation == "gelu":
@@ -264,7 +264,7 @@ def _config(folder: Path) -> Any:
 
 @torch.no_grad()
 def _rounded(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Return the model in float32, its weights rounded to a type first; None to round nothing."""
+    """Return the model in float32, with weights rounded to a type first; None rounds nothing."""
     model = model.float().eval()
     # Buffers stay: an expert's bias is float32 in every file.
     for weight in model.parameters() if dtype is not None else ():

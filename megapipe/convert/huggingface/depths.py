@@ -21,7 +21,7 @@ _COPIES = {"embed_tokens.weight": WORDS, "shared_head.head.weight": HEAD}
 
 
 class Depths(Meaning):
-    """A config.json key with the number of depths of multi-token prediction.
+    """A config.json key with the number of modules of multi-token prediction.
 
     The key is only written. An import counts the modules of multi-token prediction by the folder's
     tensors instead.
@@ -34,11 +34,11 @@ class Depths(Meaning):
 
 
 def depths_in(names: Collection[str], layers: int) -> int:
-    """Return the number of depths of multi-token prediction among a folder's tensors.
+    """Return the number of modules of multi-token prediction that a folder has tensors of.
 
     Args:
         names: names of the tensors.
-        layers: number of the model's layers; the depths are numbered after them.
+        layers: number of the model's layers; these modules are numbered after the layers.
     """
     # Each depth has one such tensor, so there are fewer depths than names.
     numbers = range(len(names) + 1)
@@ -46,7 +46,7 @@ def depths_in(names: Collection[str], layers: int) -> int:
 
 
 def copies(model: ModelConfig) -> dict[str, str]:
-    """Return {name of a copy: name of its original} for the tensors of a Hugging Face folder.
+    """Return {name of a copy: name of the original} for the tensors of a Hugging Face folder.
 
     There, each module of multi-token prediction has copies of embedding and head.
     """

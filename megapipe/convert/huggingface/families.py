@@ -86,7 +86,7 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def differing(model: ModelConfig, content: Json, name: str) -> list[str]:
-    """Return a text for each setting in which a config.json means another model than `model`.
+    """Return a text for each setting in which a config.json describes another model than `model`.
 
     Args:
         model: megapipe's configuration.

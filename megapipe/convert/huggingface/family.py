@@ -116,7 +116,7 @@ class Family:
 
     @property
     def has_depths(self) -> bool:
-        """Return whether the table has names for depths of multi-token prediction."""
+        """Return whether the family's models may have modules of multi-token prediction."""
         # `depths.depths_in` and `depths.copies` ask for them under this name.
         return "eh_proj" in self.names and self.layer == "model.layers.{n}."
 
@@ -160,7 +160,7 @@ class Family:
         """Return the fields of ModelConfig that a config.json means.
 
         Args:
-            content: as `filled` returns it.
+            content: a config.json in which no key is missing that has a default.
             problems: receives a text for each value that ModelConfig cannot express.
         Raises: KeyError for a key that is needed and missing.
         """
@@ -192,7 +192,8 @@ class Family:
     def write(self, model: ModelConfig) -> Fields:
         """Return the keys of a config.json of this model.
 
-        The family may be unable to express the model. Reading the keys again shows that.
+        A family that cannot express the model returns keys of another model. So read the keys
+        again, and compare.
         """
         content: Fields = {"architectures": [self.architecture]}
         # Two rounds: a key that follows from others is written after them.

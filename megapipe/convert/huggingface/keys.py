@@ -43,9 +43,9 @@ def value_of(model: ModelConfig, field: str) -> Any:
 class Meaning:
     """The meaning of a key of config.json, and of the keys that belong to it.
 
-    `keys` says which keys it reads. `read` gives fields of ModelConfig for a config.json, `write`
-    the keys for a model. `write_last` is for keys whose value follows from other keys. In each
-    method, `key` is the name under which the family's table has this meaning.
+    `keys` returns the keys that `read` needs. `read` returns fields of ModelConfig for a
+    config.json, `write` the keys for a model. `write_last` is for keys whose value follows from
+    other keys. In each method, `key` is the name under which the family's table has this meaning.
 
     Attributes:
         default: the value that transformers assumes if the key is missing. Subclasses that read
@@ -55,7 +55,7 @@ class Meaning:
     default: Any
 
     def keys(self, key: str) -> Fields:
-        """Return each key that is read -> the value that transformers assumes if it is missing.
+        """Return {key that is read: value that transformers assumes if the key is missing}.
 
         The value is NEEDED for a key that must be given.
         """
@@ -72,7 +72,7 @@ class Meaning:
         return {}
 
     def write(self, key: str, model: ModelConfig) -> Fields:
-        """Return the keys, with their values, of a config.json of this model.
+        """Return {key: value} for the config.json of a model.
 
         Args:
             key: the key's name.
@@ -80,7 +80,7 @@ class Meaning:
         return {}
 
     def write_last(self, key: str, content: Json) -> Fields:
-        """Return the keys whose values follow from other keys.
+        """Return {key: value} for keys whose values follow from other keys.
 
         Args:
             key: the key's name.
@@ -151,7 +151,8 @@ class Choice(Meaning):
 
     Attributes:
         field: name of the field of ModelConfig.
-        values: the key's value -> the field's. The first of several equal ones is written.
+        values: {value of the key: value of the field}. If several keys have the field's value, the
+            first is written.
         default: the value that transformers assumes in this family for a missing key.
     """
 

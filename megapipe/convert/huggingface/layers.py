@@ -56,7 +56,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """Return an equal model, with the differences of its layers written in one fixed form.
+    """Return an equal configuration, in which differences between layers are written in one form.
 
     Models that differ only in how per_layer_overrides is written give the same result. Two models
     can then be compared field by field.

@@ -115,8 +115,8 @@ class Row(Layout):
 class Rows(Layout):
     """Queries, keys and values: three tensors of Hugging Face's, or one with q, k, v in sequence.
 
-    megapipe's one tensor has the rows of each query group together: its queries, its key, its
-    value. A layer whose keys are its values has no value, and no third tensor.
+    megapipe's one tensor has the rows of each query group together: queries, key, value.
+    A layer whose keys are also its values has no third part, and no third tensor.
     """
 
     def parts(self, model: ModelConfig) -> list[str]:
@@ -141,8 +141,8 @@ class Rows(Layout):
 class GatedRows(Rows):
     """Queries with gates, keys and values: three tensors of Hugging Face's.
 
-    Hugging Face's first tensor has a query and its gate for each head in turn. megapipe's one
-    tensor has, for each query group: all queries, all gates, the key, the value.
+    Hugging Face's first tensor has, head after head, a query and the gate of that head. megapipe's
+    one tensor has, for each query group: all queries, all gates, the key, the value.
     """
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
@@ -267,7 +267,7 @@ class TurnedHalves(ExpertHalves):
 
 
 class Alternating(Layout):
-    """Gate and up of all experts in one tensor, whose columns are gate and up in turns.
+    """Gate and up of all experts in one tensor, with columns gate, up, gate, up, and so on.
 
     A weight [E, h, 2f] -> [E, 2, f, h], and a bias [E, 2f] -> [E, 2, f].
     """

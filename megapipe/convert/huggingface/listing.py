@@ -34,7 +34,7 @@ _REFUSED = [
 
 
 def lacking(name: str) -> tuple[str, str] | None:
-    """Return (nearest family, missing features) for a model_type that cannot be converted.
+    """Return (nearest family, features that megapipe lacks) for a model_type that is refused.
 
     Args:
         name: the model_type.

@@ -37,7 +37,7 @@ class Tensors:
 
     Attributes:
         ours: megapipe's global name of the tensor.
-        theirs: Hugging Face's names, in the order in which `join` takes the tensors.
+        theirs: Hugging Face's names of the tensors, in the order in which `join` takes these.
         join: Hugging Face's tensors -> megapipe's, in its saved shape.
         split: megapipe's tensor -> Hugging Face's, in the same order.
     """

@@ -121,7 +121,7 @@ class Rotation(Meaning):
         return {"rotary_percent": float(self.share if share is None else share)}
 
     def stretched(self, kind: Any, rope: Json, problems: list[str]) -> Fields:
-        """Return the fields of ModelConfig for stretched frequencies; none for plain ones.
+        """Return the fields of ModelConfig for stretched frequencies; {} for plain frequencies.
 
         Args:
             kind: the value of rope_type.
@@ -184,7 +184,8 @@ class LayerRotation(Rotation):
 
     Attributes:
         missing_kinds: returns each layer's kind if layer_types is missing, given the config.json.
-        sliding: the base that transformers assumes for sliding layers; None: a full layer's.
+        sliding: the rotary base that transformers assumes for sliding layers; None: the base of
+            full layers.
         sliding_key: the older key for that base.
     """
 

@@ -31,7 +31,7 @@ _WITH_MORE = (*_TEXT.values(), "qwen3_next", "exaone_moe", "ernie4_5_moe")
 
 
 def text_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the text model within a config.json, or an equal one.
+    """Return the config.json of the text model that a config.json contains, or is.
 
     Args:
         content: the config.json of a folder.
@@ -47,11 +47,11 @@ def text_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_in(family: str, name: str) -> str | None:
-    """Return a tensor's name in a folder of the text model alone; None if the tensor is not in it.
+    """Return the name of a tensor in a folder with only the text model; None for other tensors.
 
     Args:
         family: the text model's model_type.
-        name: the tensor's name in the folder at hand.
+        name: the tensor's name in a folder of the whole model, which may read images too.
     """
     if family not in _WITH_MORE:
         return name

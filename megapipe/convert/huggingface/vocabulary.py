@@ -44,7 +44,7 @@ _SAMPLES = (
 def token_ids(config: Config) -> dict[str, int]:
     """Return the ids of bos, eos and pad under their keys of generation_config.json.
 
-    Each is the tokenizer's end-of-document id. Returns {} if the tokenizer's files are missing.
+    Each id is the tokenizer's end-of-document id. Returns {} if the tokenizer's files are missing.
     """
     # Documents are separated by eod alone, so that it has all three parts.
     try:

@@ -150,7 +150,7 @@ def _unsupported(args: Args, position_kind: object) -> Iterator[str]:
 
 
 def _translated(args: Args) -> dict[str, Any]:
-    """Return the fields of ModelConfig that Megatron-LM has under other names or negated."""
+    """Return {field: value} for fields of ModelConfig with another name in Megatron-LM."""
     epsilon = args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5))
     from_zero = args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")
     found = {
@@ -199,9 +199,9 @@ def left_out(args: Args) -> list[str]:
 
 
 def args_of(config: Config) -> dict[str, Any]:
-    """Return the arguments, by name, with which Megatron-LM would have saved this run.
+    """Return {argument: value} as Megatron-LM would have saved them for this run.
 
-    Megatron-LM compares them with its flags, or takes them instead with --use-checkpoint-args.
+    Megatron-LM compares the arguments with its flags, or with --use-checkpoint-args takes them.
     """
     model = config.model
     window = None
@@ -243,7 +243,7 @@ def args_of(config: Config) -> dict[str, Any]:
 
 
 def _latents(args: Args) -> dict[str, Any]:
-    """Return the fields of multi-head latent attention; none for a model without it."""
+    """Return the fields of multi-head latent attention; {} for a model without it."""
     if not args.get(_LATENT_ATTENTION):
         return {}
     return {name: args[name] for name in _LATENT_FIELDS if args.get(name) is not None}

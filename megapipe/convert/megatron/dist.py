@@ -151,7 +151,7 @@ class DistributedTensors:
         Args:
             key: the tensor's name in .metadata.
             start: the part's first index in each dimension.
-            stop: the index after its last one, in each dimension.
+            stop: the index after the part's last index, in each dimension.
         Raises: CheckpointError if chunks are missing or damaged.
         """
         shape = [b - a for a, b in zip(start, stop, strict=True)]
@@ -180,7 +180,7 @@ class DistributedTensors:
 
     @property
     def common(self) -> dict[str, Any]:
-        """The data other than tensors by name: arguments, iteration, settings of the optimizer."""
+        """{name: value} of data other than tensors: arguments, iteration and so on."""
         # Up to core_v0.18.2, a file of its own.
         path = self.folder / "common.pt"
         if path.exists():
@@ -224,7 +224,7 @@ class DistributedTensors:
         return joined([self.box(key, start, stop)], layout)
 
     def row(self, group: int, number: int, orders: Sequence[Sequence[str]]) -> Row:
-        """Return the distributed optimizer's state of one model chunk, stored as flat vectors.
+        """Return the distributed optimizer's state of one model chunk, stored in flat vectors.
 
         The vectors are read later, by a function of the returned Row.
 

@@ -42,7 +42,7 @@ def of_expert(name: str) -> tuple[str, int] | None:
 
 
 def is_experts(name: str) -> bool:
-    """Return whether a tensor has a part of each expert of a layer.
+    """Return whether a tensor has a part for each expert of a layer.
 
     Args:
         name: megapipe's name of the tensor.

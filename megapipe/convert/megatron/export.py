@@ -36,13 +36,13 @@ class Export:
     `iteration` is the iteration of the checkpoint.
 
     Attributes:
-        config: the configuration of the run that saved it.
+        config: the configuration of the run that saved the checkpoint.
         saved: the checkpoint's tensors.
         content: the content of the checkpoint's state.json.
         steps: steps of the optimizer; None if the optimizer's state is not exported.
         fused: whether the state is for Transformer Engine's or Apex's Adam. These need the number
-            of steps in param_groups, and fail if parameters have it. For torch's Adam, each
-            parameter must have it.
+            of steps in param_groups, and fail if it is in the state of parameters. torch's Adam
+            needs it in the state of each parameter.
     """
 
     config: Config
@@ -106,7 +106,7 @@ class Export:
         return [group | {"wd_mult": wd, "weight_decay": wd * decay} for wd in (1.0, 0.0)]
 
     def scheduler(self) -> dict[str, Any]:
-        """Return the state dict of Megatron-LM's OptimizerParamScheduler; lengths in samples."""
+        """Return the state of Megatron-LM's OptimizerParamScheduler, with lengths in samples."""
         curve = self._curve()
         progress = self.content["state"]
         batch = self.config.batch

@@ -47,14 +47,14 @@ Weight = Callable[[str], Tensor]
 class FlatState:
     """The optimizer's state by parameter, cut out of the flat vectors (`Row`) of all ranks.
 
-    Call `find` once: it finds the parameters by comparing with the weights. Then call `read`.
+    Call `find` once: it finds parameters by comparing with the weights. Then call `read`.
 
     Attributes:
         rows: for each tensor-parallel rank, a Row for each model chunk of all its pipeline ranks.
-        layouts: name -> layout of each parameter that is saved.
-        tied: name of a tied parameter -> name of the parameter that owns the weight.
-        places: for each tensor-parallel rank, name -> (Row, index of the parameter's first
-            element). `find` fills it.
+        layouts: {name: layout} of each saved parameter.
+        tied: {name of a tied parameter: name of the parameter that owns the weight}.
+        places: for each tensor-parallel rank, {name: (Row, index of the parameter's first
+            element)}. `find` fills these.
     """
 
     rows: Sequence[Sequence[Row]]
@@ -105,9 +105,9 @@ class FlatState:
     def _starts(
         self, row: Row, names: Iterable[str], rank: int, weight: Weight
     ) -> dict[str, int] | None:
-        """Return the index in a row at which each parameter begins, by the parameter's name.
+        """Return {parameter: index in the row at which it begins}.
 
-        None means that the row's main parameters do not stand in this order.
+        Returns None if the row's main parameters have another order.
 
         Args:
             names: the parameters in one possible order.

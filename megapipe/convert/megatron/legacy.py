@@ -199,7 +199,7 @@ class LegacyTensors:
         return found
 
     def pieces(self, name: str) -> int:
-        """Return over how many ranks this tensor is split, if its layout has a split dimension."""
+        """Return over how many ranks a tensor is split, if the layout splits a dimension."""
         return self.etp if is_experts(name) else self.tp
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
@@ -256,7 +256,7 @@ class LegacyTensors:
             yield Row(len(state["param"]), partial(_part, state), [list(chunk)])
 
     def _state(self, rank: Rank) -> Kinds:
-        """Return the plain optimizer's state on a rank: kind -> megapipe's name -> tensor.
+        """Return the plain optimizer's state on a rank: {kind: {megapipe's name: tensor}}.
 
         The kinds are exp_avg, exp_avg_sq and master. The dict is empty if no state was saved.
         """

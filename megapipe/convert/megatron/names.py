@@ -181,7 +181,7 @@ def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
 def fused_name(name: str, sparse: bool, latent: bool) -> str:
     """Return a parameter's name in one of Transformer Engine's layers.
 
-    There, a norm is a part of the linear layer that follows it, if there is only one. For example,
+    There, a norm belongs to the linear layer after it, if only one layer reads it. For example,
     input_layernorm.weight becomes self_attention.linear_qkv.layer_norm_weight.
 
     Args:
@@ -203,7 +203,7 @@ def fused_name(name: str, sparse: bool, latent: bool) -> str:
 
 
 def _fused(name: str) -> str:
-    """Return a norm's name as a part of the linear layer that follows it; other names stay."""
+    """Return a norm's name as part of the linear layer after the norm; other names stay."""
     for fused, norm in _FUSED.items():
         if name.startswith(norm):
             return name.replace(norm, fused)

@@ -23,7 +23,7 @@ class Named:
 
     For each class or function in the pickle, there is a subclass of Named with its name.
 
-    `fields` is the state by attribute's name.
+    `fields` returns the state as {attribute: value}.
 
     Attributes:
         args: the arguments of the class or function.
@@ -40,7 +40,7 @@ class Named:
         self.state = state
 
     def fields(self) -> dict[str, Any]:
-        """Return the object's attributes by name; none if its state is not a dict."""
+        """Return {attribute: value} of the object; {} if the state is no dict."""
         return dict(self.state) if isinstance(self.state, dict) else {}
 
 
@@ -118,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
         Equal names give the same stand-in.
 
         Args:
-            module, name: the place of the class in the pickle.
+            module, name: module and name of the class.
         """
         full = f"{module}.{name}"
         return self._classes.setdefault(full, _named(full))

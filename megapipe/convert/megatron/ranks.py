@@ -37,10 +37,10 @@ _LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parallel sizes and kind of layers of the Megatron-LM run that loads an export.
+    """The parallel sizes, and the kind of layers, of the Megatron-LM run that loads an export.
 
-    `args` returns Megatron-LM's arguments for them, `problems` the sizes that do not divide a
-    model.
+    `args` returns Megatron-LM's arguments for these sizes, `problems` a text for each size that
+    does not divide the model.
 
     Attributes:
         tp: tensor-parallel ranks, which split experts too.
@@ -56,7 +56,7 @@ class Sizes:
     local: bool = False
 
     def args(self) -> dict[str, Any]:
-        """Return Megatron-LM's arguments for these sizes, by name."""
+        """Return {argument: value}, Megatron-LM's arguments for these sizes."""
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,

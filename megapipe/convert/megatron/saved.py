@@ -71,11 +71,12 @@ class SavedRun:
 
     Attributes:
         source: the tensors of the checkpoint.
-        common: all other data in it: arguments, iteration, and settings of the optimizer.
+        common: all other data in the checkpoint: arguments, iteration, and settings of the
+            optimizer.
         args: the run's arguments by name.
         config: the configuration that these arguments mean.
-        layouts: name -> layout of each parameter that megapipe saves.
-        tied: name of a tied parameter -> name of the parameter that owns the weight.
+        layouts: {name: layout} of each parameter that megapipe saves.
+        tied: {name of a tied parameter: name of the parameter that owns the weight}.
         kinds: kinds of optimizer state that an import needs: exp_avg, exp_avg_sq, and for 16-bit
             weights master, the float32 main parameters.
 
@@ -171,7 +172,7 @@ class SavedRun:
         return read, steps.pop()
 
     def _refused(self, reason: str) -> CheckpointError:
-        """Return the error for a state that cannot be read; it advises to convert weights alone.
+        """Return the error for a state that cannot be read: convert weights alone.
 
         Args:
             reason: the text of the error after the folder's name.

@@ -94,7 +94,7 @@ class Writer:
     `close`, the checkpoint cannot be read.
 
     Args:
-        folder: where its files are written.
+        folder: where the checkpoint's files are written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -317,9 +317,9 @@ def _layer_extras(
 
 
 def _state(export: Export, separate: bool) -> dict[str, Any]:
-    """Return the data of optimizer and scheduler other than tensors of parameters.
+    """Return {"optimizer": ..., "opt_param_scheduler": ...}, without tensors of parameters.
 
-    The keys are optimizer and opt_param_scheduler; there are none if no state is exported.
+    The dict is empty if no state is exported.
 
     Args:
         export: the opened checkpoint.
@@ -337,12 +337,12 @@ def _state(export: Export, separate: bool) -> dict[str, Any]:
 
 
 def _optimizer(export: Export, steps: dict[str, Tensor], of_experts: bool) -> dict[str, Any]:
-    """Return the data of one optimizer other than the tensors of its parameters.
+    """Return the data of one optimizer, without the tensors of parameters.
 
     Args:
         export: the opened checkpoint.
         steps: {"common_step": number of steps} for torch's Adam; empty for a fused Adam.
-        of_experts: whether the optimizer has experts alone.
+        of_experts: whether the optimizer has only parameters of experts.
     """
     groups = export.groups()
     for group in groups:

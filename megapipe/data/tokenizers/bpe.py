@@ -61,7 +61,7 @@ class BPETokenizer:
         self.vocab_size: int = last + 1
 
     def library(self) -> tokenizers.Tokenizer:
-        """Return a copy of the library's tokenizer that gives the ids of `encode` by itself."""
+        """Return a copy of the library's tokenizer that gives the same ids as `encode`."""
         content = json.loads(self._library.to_str())
         if not self._specials:
             content["post_processor"] = None
@@ -146,13 +146,14 @@ def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETok
 def _end_of_text(folder: Path, library: tokenizers.Tokenizer, flag: str) -> int:
     """Return the id of the eos_token in the settings of a folder.
 
-    Without such a setting, it is the id of the token <|endoftext|>, or else of </s>.
+    Without such a setting, <|endoftext|> is looked up, and then </s>.
 
     Args:
         folder: the Hugging Face folder.
         library: the tokenizer of the library `tokenizers`.
         flag: the flag and its value, for messages.
-    Raises: DataError if the eos_token is not a token of the library, or if no name is known.
+    Raises: DataError if the eos_token is no token of the tokenizer, or if there is none of the
+        three.
     """
     for name in _SETTINGS:
         if not (folder / name).is_file():

@@ -33,14 +33,14 @@ class TikTokenizer:
 
     Args:
         path: the JSON file.
-        pattern: a key of _PATTERNS.
+        pattern: "v1" or "v2", the value of --tiktoken-pattern.
         vocab_size: number of ids, special ones included.
         num_special: number of special tokens.
 
     Attributes:
         pattern: the regular expression that cuts a text in words.
-        ids: id of each byte string; byte strings with lower ids are merged first.
-        specials: id of each special token.
+        ids: {byte string: id}; byte strings with lower ids are merged first.
+        specials: {special token: id}.
         vocab_size: number of ids.
         eod: end-of-document id, the id of </s>.
 
@@ -89,7 +89,7 @@ class TikTokenizer:
 
 
 def _ranks(path: str, count: int) -> list[bytes]:
-    """Return the first `count` byte strings of a file, by rank.
+    """Return the first `count` byte strings of a file, in the order of their ranks.
 
     Raises: DataError if there are fewer, if one of the 256 bytes is missing, or for duplicates.
     """

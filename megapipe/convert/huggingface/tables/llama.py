@@ -20,7 +20,7 @@ from megapipe.convert.huggingface.rotation import Rotation
 
 
 def head_share(content: Json) -> int:
-    """Return the channels of a head where head_dim is null: hidden size / number of heads.
+    """Return the channels of a head if head_dim is null: hidden size / number of heads.
 
     Args:
         content: the config.json.
