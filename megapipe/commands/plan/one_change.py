@@ -49,13 +49,15 @@ def one_change(mine: Timed, device: Device, memory: float) -> list[str]:
     ):
         return []
     found = []
-    for name, value in _changes(config):
-        changed = config.with_fields(**{name: value})
+    for fields in _changes(config):
+        changed = config.with_fields(**fields)
         with suppress(ConfigError, ScheduleError):
             if not flag_problems(short(changed, 1)):
                 other = of_run(changed, device)
                 if other.peak <= max(memory, mine.peak):
-                    text = flag(name) if value is True else f"{flag(name)} {value}"
+                    text = " ".join(
+                        flag(n) if x is True else f"{flag(n)} {x}" for n, x in fields.items()
+                    )
                     found.append((other.step, f"{text}: {other.step:.4g} s", other.peak))
     lines = []
     for step, text, peak in sorted(found)[:_MOST]:
@@ -76,30 +78,32 @@ def one_change_of(plan: Plan, config: Config, device: Device) -> list[str]:
     return one_change(mine, device, _MORE * mine.peak)
 
 
-def _changes(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield (field, value) of each change to try."""
+def _changes(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield each change to try, as {field: its new value}."""
     par = config.parallel
     model = config.model
     if model.has_experts:
         ep = par.expert_model_parallel_size
         # By default experts are split like other layers, often across nodes.
         if par.etp > 1:
-            yield "expert_tensor_parallel_size", 1
-        yield "expert_model_parallel_size", 2 * ep
+            yield {"expert_tensor_parallel_size": 1}
+        yield {"expert_model_parallel_size": 2 * ep}
         if ep > 1:
-            yield "expert_model_parallel_size", ep // 2
+            yield {"expert_model_parallel_size": ep // 2}
     if par.tensor_model_parallel_size > 1:
         if not model.sequence_parallel:
-            yield "sequence_parallel", True
+            yield {"sequence_parallel": True}
         if not model.tp_comm_overlap:
-            yield "tp_comm_overlap", True
+            yield {"tp_comm_overlap": True}
     if config.weight_replicas > 1 and not par.shards_grads:
         if not par.splits_optimizer:
-            yield "use_distributed_optimizer", True
-        if not par.overlap_grad_reduce:
-            yield "overlap_grad_reduce", True
-        else:
-            if not par.overlap_param_gather:
-                yield "overlap_param_gather", True
-            if par.ddp_bucket_size is None and par.ddp_num_buckets is None:
-                yield "ddp_bucket_size", BUCKET
+            yield {"use_distributed_optimizer": True}
+        elif not par.overlap_param_gather and par.overlap_grad_reduce:
+            yield {"overlap_param_gather": True}
+        # Without buckets the last reduction hides under nothing.
+        fields: dict[str, Any] = {"overlap_grad_reduce": True}
+        if par.ddp_bucket_size is None and par.ddp_num_buckets is None:
+            fields["ddp_bucket_size"] = BUCKET
+        changed = {name: x for name, x in fields.items() if x != config.value(name)}
+        if changed:
+            yield changed
