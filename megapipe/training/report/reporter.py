@@ -272,7 +272,8 @@ class Reporter:
         now = self._counters.now
         if now is not None and len(now.ranks) > 1:
             parts.append(
-                f"bubble {now.bubble:.1%}, predicted by {now.by} {now.predicted_bubble:.1%}"
+                f"bubble {now.bubble:.1%} of the time of the passes, "
+                f"predicted by {now.by} {now.predicted_bubble:.1%}"
             )
         save = self.config.checkpoint.save
         parts.append(f"checkpoint of iteration {saved} in {save}" if save else "no checkpoint")
