@@ -102,7 +102,8 @@ def test_a_run_whose_prediction_fails_says_so_once_and_predicts_by_measured_time
     seconds = median(row["step_ms"] for row in rows[1:]) / 1e3
     assert said.splitlines()[-1] == (
         f"ended after iteration 8: 8 steps, {tokens:,} tokens; median {seconds:.4g} s a step; bubble "
-        f"{rows[-1]['bubble']:.1%} of the time of the passes, predicted by measured times {again['bubble']:.1%}; no checkpoint"
+        f"{rows[-1]['bubble']:.1%} of the time of the passes, predicted by measured times {again['bubble']:.1%}; "
+        "no checkpoint"
     )
 
 
