@@ -16,81 +16,51 @@ from torch import Tensor
 from megapipe.kernels.region import is_fused, region
 
 
-@region("swiglu(Tensor x) -> Tensor")
-def _swiglu(x: Tensor) -> Tensor:
+@region("swiglu(Tensor x, Tensor? weight) -> Tensor")
+def _swiglu(x: Tensor, weight: Tensor | None) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    y = F.silu(gate) * up
+    # With --moe-router-dtype fp32 the weight is wider than x, and would widen the whole layer.
+    return y if weight is None else (y * weight[:, None]).to(x.dtype)
 
 
-@region("swiglu_backward(Tensor x, Tensor grad) -> Tensor")
-def _swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
+@region("swiglu_backward(Tensor x, Tensor? weight, Tensor grad) -> Tensor[]")
+def _swiglu_backward(x: Tensor, weight: Tensor | None, grad: Tensor) -> list[Tensor]:
     gate, up = x.chunk(2, dim=-1)
+    silu = F.silu(gate)
+    weighted = grad if weight is None else (grad * weight[:, None]).to(x.dtype)
     # The whole gradient of x = [gate, up] is one tensor, which the next product reads as it is.
-    d_gate = torch.ops.aten.silu_backward(grad * up, gate)
-    return torch.cat((d_gate, grad * F.silu(gate)), dim=-1)
+    d_gate = torch.ops.aten.silu_backward(weighted * up, gate)
+    d_x = torch.cat((d_gate, weighted * silu), dim=-1)
+    if weight is None:
+        return [d_x]
+    # A row's sum of f products in 16 bits would lose most of its digits.
+    sums = torch.promote_types(weight.dtype, torch.float32)
+    return [d_x, (grad * silu * up).sum(-1, dtype=sums).to(weight.dtype)]
 
 
 # Autograd would keep silu(gate), too: half as much again as x.
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _swiglu(x)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _swiglu_backward(*ctx.saved_tensors, grad)  # type: ignore[no-any-return]
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """Return silu(gate) x up (Shazeer 2020) for x = [gate, up].
-
-    Args:
-        x: [..., 2f]; the only tensor saved for backward.
-    Returns: [..., f].
-    """
-    return _Swiglu.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@region("weighted_swiglu(Tensor x, Tensor weight) -> Tensor")
-def _weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    # With --moe-router-dtype fp32 the weight is wider than x, and would widen the whole layer.
-    return (F.silu(gate) * up * weight[:, None]).to(x.dtype)
-
-
-@region("weighted_swiglu_backward(Tensor x, Tensor weight, Tensor grad) -> (Tensor, Tensor)")
-def _weighted_swiglu_backward(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = x.chunk(2, dim=-1)
-    silu = F.silu(gate)
-    weighted = (grad * weight[:, None]).to(x.dtype)
-    d_gate = torch.ops.aten.silu_backward(weighted * up, gate)
-    d_x = torch.cat((d_gate, weighted * silu), dim=-1)
-    # A row's sum of f products in 16 bits would lose most of its digits.
-    sums = torch.promote_types(weight.dtype, torch.float32)
-    return d_x, (grad * silu * up).sum(-1, dtype=sums).to(weight.dtype)
-
-
-class _WeightedSwiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _weighted_swiglu(x, weight)  # type: ignore[no-any-return]
+        return _swiglu(x, weight)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return _weighted_swiglu_backward(*ctx.saved_tensors, grad)  # type: ignore[no-any-return]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_x, *d_weight = _swiglu_backward(*ctx.saved_tensors, grad)
+        return d_x, *(d_weight or [None])
 
 
-def weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `swiglu` of each row times the row's weight, in x's type.
+def swiglu(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return silu(gate) x up (Shazeer 2020) for x = [gate, up], times each row's weight.
 
     Args:
-        x: [R, 2f].
-        weight: [R].
-    Returns: [R, f].
+        x: [..., 2f]; with the weight the only tensor saved for backward.
+        weight: [R] for x of [R, 2f], or None.
+    Returns: [..., f], in x's type.
     """
-    return _WeightedSwiglu.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+    return _Swiglu.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @region("rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor")

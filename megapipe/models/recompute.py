@@ -45,7 +45,7 @@ class _Recompute(torch.autograd.Function):
     """Save the inputs only; backward runs the function again and differentiates that run."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, function: Callable[..., Any], *inputs: Tensor) -> Any:
         ctx.function = function
         # The forward's context variables: in backward the stream and the stage of another pass may
         # be current.
@@ -54,7 +54,7 @@ class _Recompute(torch.autograd.Function):
         return function(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * len(ctx.saved_tensors)
         # The second run has a graph of its own, whose leaves these are. Its gradients end here and
         # continue in the outer graph as this node's result.
@@ -65,11 +65,11 @@ class _Recompute(torch.autograd.Function):
                     inputs[place] = _catch(x, grads, place)
             output = ctx.context.run(ctx.function, *inputs)
         # backward and not grad(): the parameters inside get their gradients, too.
-        torch.autograd.backward(output, grad)
+        torch.autograd.backward(output, of_outputs)
         return None, *grads
 
 
-_recompute: Callable[..., Tensor] = _Recompute.apply
+_recompute: Callable[..., Any] = _Recompute.apply
 
 
 @eager
@@ -89,8 +89,10 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 @eager
-def from_inputs(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def from_inputs(function: Callable[..., Any], *inputs: Tensor) -> Any:
     """Run a function of `inputs` and recompute it in backward, whatever the flags say.
+
+    It returns one tensor or several.
 
     Unlike `recompute`, it ignores that a microbatch may keep all activations.
     """

@@ -21,7 +21,7 @@ from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.layout import Layout, parameter
 from megapipe.kernels.region import is_fused
 from megapipe.models.activations import function_of
-from megapipe.models.fused import weighted_swiglu
+from megapipe.models.fused import swiglu
 from megapipe.models.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher
 from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
@@ -145,7 +145,7 @@ class _How(NamedTuple):
         if self.on_input:
             return self.activation(first)
         if self.swiglu and is_fused(first):
-            return weighted_swiglu(first, weights)
+            return swiglu(first, weights)
         return (self.activation(first) * weights[:, None]).to(first.dtype)
 
     def entering(self, rows: Tensor, weights: Tensor) -> Tensor:

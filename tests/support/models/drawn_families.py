@@ -238,7 +238,7 @@ SETTINGS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "starcoder2": lambda draw: {
         "without": "rms_norm_eps",
         "norm_epsilon": draw.choice([1e-6, 1e-5]),
-        "hidden_act": draw.choice(["gelu", "gelu_pytorch_tanh"]),
+        **draw.choice([{}, {"use_bias": False}, {"hidden_act": "gelu_pytorch_tanh"}]),
         "sliding_window": draw.choice([None, 4]),
         "residual_dropout": 0.2,
         "embedding_dropout": 0.2,

@@ -71,6 +71,16 @@ STYLES["llama4"] = _LLAMA | {
     "attention_temperature_beta": 0.5,
     "attention_temperature_length": 3,
 }
+STYLES["gemma4"] = _LLAMA | {
+    "norm_placement": "sandwich",
+    "qk_layernorm": True,
+    "v_l2_norm": True,
+    "keys_as_values": True,
+    "layer_scalar": True,
+    "softmax_scale": 1.0,
+    "rotary_percent": 0.5,
+    "rotary_proportional": True,
+}
 # Slices of a sequence have the divisors of the whole one.
 STYLES["phi3"] = _LLAMA | {
     "position_embedding_type": "longrope",

@@ -7,7 +7,9 @@ from megapipe.convert.huggingface.keys import (
     MLP,
     Biases,
     Choice,
+    Fields,
     Groups,
+    Json,
     Meaning,
     Not,
     Only,
@@ -20,6 +22,7 @@ from megapipe.convert.huggingface.layouts import Layout, Rows
 from megapipe.convert.huggingface.rotation import Rotation
 from megapipe.convert.huggingface.tables.gpt import GPT2
 from megapipe.convert.huggingface.tables.llama import LLAMA, PLAIN
+from megapipe.convert.huggingface.values import expected
 
 _ORDER = "parallel_attention_mlp"
 _GELU = {"gelu_pytorch_tanh": False, "gelu_new": False, "gelu": True}
@@ -51,17 +54,26 @@ _STARCODER: dict[str, Meaning | None] = {
     "norm_type": Only("layer_norm", silent=True),
 }
 
+
+class _ErfWithoutBiases(Biases):
+    """A key that says whether all matrices have a bias. Without one GELU is its erf form here."""
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        if not content[key]:
+            problems += expected(content, {"hidden_act": ("gelu",)})
+        return super().read(key, content, problems)
+
+
 STARCODER2 = PLAIN.but(
     "Starcoder2ForCausalLM",
-    "every size, with biases; a window in all layers or in none",
+    "every size; a window in all layers or in none",
     keys={
         "num_key_value_heads": Groups(2),
         "rms_norm_eps": None,
         "norm_epsilon": Same("norm_epsilon", 1e-5),
         "tie_word_embeddings": Not("untie_embeddings_and_output_weights", True),
         "hidden_act": Choice("no_bias_gelu_fusion", _GELU, "gelu_pytorch_tanh"),
-        # Without a bias GELU is its erf form here.
-        "use_bias": Only(True),
+        "use_bias": _ErfWithoutBiases(True, (*ATTENTION, *MLP)),
         "residual_dropout": Same("hidden_dropout", 0.0),
         "embedding_dropout": Twin("residual_dropout", 0.0, "--hidden-dropout is both"),
         "sliding_window": Window(None),
