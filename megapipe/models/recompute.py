@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from megapipe.config import ModelConfig
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import current_stream
+
+
+T = TypeVar("T")
 
 
 class _Catch(torch.autograd.Function):
@@ -89,7 +92,7 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 @eager
-def from_inputs(function: Callable[..., Any], *inputs: Tensor) -> Any:
+def from_inputs(function: Callable[..., T], *inputs: Tensor) -> T:
     """Run a function of `inputs` and recompute it in backward, whatever the flags say.
 
     It returns one tensor or several.
@@ -99,7 +102,8 @@ def from_inputs(function: Callable[..., Any], *inputs: Tensor) -> Any:
     # Where no input needs a gradient, a Function gets no backward, and the parameters inside would
     # get no gradient.
     if any(x.requires_grad for x in inputs):
-        return _recompute(function, *inputs)
+        found: T = _recompute(function, *inputs)
+        return found
     return function(*inputs)
 
 

@@ -238,7 +238,7 @@ SETTINGS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "starcoder2": lambda draw: {
         "without": "rms_norm_eps",
         "norm_epsilon": draw.choice([1e-6, 1e-5]),
-        **draw.choice([{}, {"use_bias": False}, {"hidden_act": "gelu_pytorch_tanh"}]),
+        **draw.choice([{"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": "gelu", "use_bias": draw.random() < 0.5}]),
         "sliding_window": draw.choice([None, 4]),
         "residual_dropout": 0.2,
         "embedding_dropout": 0.2,
