@@ -18,7 +18,6 @@ from megapipe.config import ModelConfig
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import current_stream
 
-
 T = TypeVar("T")
 
 

@@ -62,8 +62,8 @@ def norm_heads(q: Tensor, k: Tensor, q_norm: HeadsNorm, k_norm: HeadsNorm) -> tu
         return tuple(outs)
 
     weights = [norm.weight + 1 if norm.one_more else norm.weight for norm in (q_norm, k_norm)]
-    found: tuple[Tensor, Tensor] = from_inputs(normed, q, k, *weights)
-    return found
+    q, k = from_inputs(normed, q, k, *weights)
+    return q, k
 
 
 def _by_head(weight: Tensor, x: Tensor) -> Tensor:
