@@ -116,6 +116,28 @@ def test_a_value_that_is_none_is_named(change, line):
     assert refused(lambda: from_huggingface(content)) == (f"config.json: {line}",)
 
 
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 8},
+            "enable_moe_block is True, and there is nothing here for MLP and experts in one layer, with own norms",
+        ),
+        (
+            {"hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input is 256, and there is nothing here for an input of each layer by itself",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 15},
+            "the last layer's layer_types is sliding_attention; only full_attention is computed",
+        ),
+    ],
+)
+def test_other_gemmas_are_refused_in_one_line(change, line):
+    content = transformers.AutoConfig.for_model("gemma4_text", hidden_size_per_layer_input=0).to_dict() | change
+    assert refused(lambda: from_huggingface(content)) == (f"config.json: {line}",)
+
+
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-5])
 def test_norms_of_latents_have_an_epsilon_of_their_own(family, epsilon):

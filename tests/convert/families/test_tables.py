@@ -106,6 +106,8 @@ def drawn(name: str, draw: random.Random) -> dict[str, object]:
             content[key] = True
         if type(meaning).__name__ == "DeltaLayers":
             content["layer_types"] = draw.choice([None, (_FULL + _LINEAR) * 2, _LINEAR * 4, _FULL * 4])
+        if type(meaning).__name__ == "_ErfWithoutBiases" and not content[key]:
+            content["hidden_act"] = "gelu"
         if type(meaning).__name__ == "_Layers":
             content["layer_types"] = draw.choice([None, ["chunked_attention", *_FULL] * 2])
         if type(meaning).__name__ == "_Heads":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megapipe.config import ModelConfig
 from megapipe.convert.huggingface.keys import (
     LAYERS,
+    NEEDED,
     Biases,
     Fields,
     Json,
@@ -139,6 +141,25 @@ class _Rotation(LayerRotation):
         return {"rope_type": _PROPORTIONAL, "partial_rotary_factor": model.rotary_percent}
 
 
+class _Lacking(Only):
+    """A key whose other values ask for a feature that models here do not have.
+
+    Args:
+        value: the only value that can be converted.
+        what: the feature, for the error.
+        default: the value that transformers assumes for a missing key.
+    """
+
+    def __init__(self, value: Any, what: str, default: Any = NEEDED) -> None:
+        super().__init__(value, default=default)
+        self.what = what
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        if content[key] != self.values[0]:
+            problems.append(f"{key} is {content[key]}, and there is nothing here for {self.what}")
+        return {}
+
+
 # 2026. Norms hold their whole weights again, and scores are not scaled. Full layers have heads of
 # another width, whose values are their keys before norm and rotation.
 _REMOVED = "num_key_value_heads attn_logit_softcapping query_pre_attn_scalar attention_bias"
@@ -155,9 +176,9 @@ _LARGE = GEMMA2.but(
         "sliding_window": LayerWindow(512, _kinds),
         # Only pictures' tokens see later ones of the same picture.
         "use_bidirectional_attention": Only(None, "vision", silent=True),
-        # Inputs of each layer, and layers that share keys and values, are of the small models.
-        "hidden_size_per_layer_input": Only(0, default=256),
-        "num_kv_shared_layers": Only(0),
+        # Of E2B and E4B.
+        "hidden_size_per_layer_input": _Lacking(0, "an input of each layer by itself", 256),
+        "num_kv_shared_layers": _Lacking(0, "layers that share keys and values"),
         "use_double_wide_mlp": Only(False),
         "vocab_size_per_layer_input": Unread(262144),
     },
@@ -175,7 +196,8 @@ GEMMA4 = _LARGE.but(
     "Gemma4ForCausalLM",
     "the text model of 31B, of files of gemma4 too",
     keys={
-        "enable_moe_block": Only(False),
+        # Of 26B-A4B.
+        "enable_moe_block": _Lacking(False, "MLP and experts in one layer, with own norms"),
         **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), Unread()),
     },
 )
