@@ -14,6 +14,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
+from typing import Any
+
+
+def c_fields(*declarations: str) -> list[tuple[str, Any]]:
+    """Return the fields of a C struct, for the attribute _fields_ of a ctypes.Structure.
+
+    Args:
+        declarations: a type and the names of fields, in C's order: "int* row next" for two pointers
+            to integers.
+    """
+    fields = []
+    for text in declarations:
+        kind, *names = text.split()
+        its = getattr(ctypes, f"c_{kind.removesuffix('*')}")
+        if kind.endswith("*"):
+            its = ctypes.POINTER(its)
+        fields += [(name, its) for name in names]
+    return fields
 
 
 def compiled(name: str, sources: Sequence[Path], flags: Sequence[str]) -> ctypes.CDLL | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
-from megapipe.config.notes import ANY, FREE, MICROBATCH, NAMED, Range, Required, at_least, excludes
+from megapipe.config.notes import ANY, FREE, FROM_1, MICROBATCH, NAMED, Range, Required, excludes
 from megapipe.errors import ConfigError
 
 RAMP = "--rampup-batch-size"
@@ -27,9 +27,9 @@ _SEEDS = Range("at least 0 and below 2^32", lambda v: 0 <= v < 2**32)
 class BatchConfig:
     """Batch, sequences and length of the run."""
 
-    micro_batch_size: Annotated[int | None, Required("4"), at_least(1), MICROBATCH] = None
+    micro_batch_size: Annotated[int | None, Required("4"), FROM_1, MICROBATCH] = None
     """Number of sequences per microbatch and data-parallel rank. Required."""
-    global_batch_size: Annotated[int | None, at_least(1), NAMED] = None
+    global_batch_size: Annotated[int | None, FROM_1, NAMED] = None
     """Number of sequences per step. Divided by --micro-batch-size and by the data-parallel ranks it
     is the number of microbatches. Default: one microbatch per rank."""
     rampup_batch_size: Annotated[tuple[int, ...], ANY, NAMED] = ()
@@ -38,17 +38,17 @@ class BatchConfig:
     step_batch_size_schedule: Annotated[str | None, NAMED] = None
     """Batch sizes with the number of tokens from which on they hold, such as "0:16 2.4B:320",
     instead of --global-batch-size."""
-    seq_length: Annotated[int | None, Required("1024"), at_least(1), NAMED] = None
+    seq_length: Annotated[int | None, Required("1024"), FROM_1, NAMED] = None
     """Number of tokens per sequence. Required."""
     # FREE on --load: where it decides the learning rate's curve, the curve is compared.
     train_iters: Annotated[
         int | None,
-        at_least(1),
+        FROM_1,
         FREE,
         excludes("train_samples", "{} and {} both give the length of the run"),
     ] = None
     """Number of steps to train. This or --train-samples is required."""
-    train_samples: Annotated[int | None, at_least(1), FREE] = None
+    train_samples: Annotated[int | None, FROM_1, FREE] = None
     """Number of sequences to train on, instead of --train-iters."""
     seed: Annotated[int, _SEEDS, NAMED] = 1234
     """Seed of initial weights, data order and dropout."""

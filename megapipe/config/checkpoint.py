@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import Idle, Refused, at_least, demands, excludes, needs
+from megapipe.config.notes import FROM_0, FROM_1, Idle, Refused, at_least, demands, excludes, needs
 
 SAVES = needs("save", "nothing is saved")
 LOADS = needs("load", "nothing is loaded")
@@ -24,12 +24,12 @@ class CheckpointConfig:
         demands("save_interval", says="{} needs --save-interval, for example --save-interval 1000"),
     ] = None
     """Folder to save checkpoints in. Default: save none."""
-    save_interval: Annotated[int | None, at_least(1), SAVES] = None
+    save_interval: Annotated[int | None, FROM_1, SAVES] = None
     """Save after every this many steps, and at the end."""
-    save_retain_interval: Annotated[int | None, at_least(1), SAVES] = None
+    save_retain_interval: Annotated[int | None, FROM_1, SAVES] = None
     """Keep, of this run's checkpoints, the multiples of this step and the newest. The log names
     each one that is removed. Default: keep all."""
-    save_keep_last: Annotated[int | None, at_least(1), SAVES] = None
+    save_keep_last: Annotated[int | None, FROM_1, SAVES] = None
     """Keep this many of the newest checkpoints, and the ones of --save-retain-interval. Remove the
     run's others. Default: keep all. Not in Megatron-LM."""
     save_remove_earlier: Annotated[
@@ -46,7 +46,7 @@ class CheckpointConfig:
     """Folder to resume from. Without a checkpoint in it the run starts from the beginning."""
     exit_on_missing_checkpoint: Annotated[bool, LOADS] = False
     """Stop with an error if --load holds no checkpoint."""
-    ckpt_step: Annotated[int | None, at_least(0), LOADS] = None
+    ckpt_step: Annotated[int | None, FROM_0, LOADS] = None
     """Load the checkpoint of this iteration. Default: the newest."""
     override_on_load: Annotated[tuple[str, ...], LOADS] = ()
     """Names of settings that may differ from the checkpoint's, such as: seq-length seed data-path.
@@ -79,7 +79,7 @@ class CheckpointConfig:
     """Turn each MLP of the dense checkpoint in --load into experts, save that model in --save, and
     train from there."""
     moe_upcycling_granularity: Annotated[
-        int, at_least(1), needs("moe_use_upcycling", "no experts are made")
+        int, FROM_1, needs("moe_use_upcycling", "no experts are made")
     ] = 1
     """Width of the dense checkpoint's MLP as a multiple of --ffn-hidden-size. An expert is a slice
     of it."""
@@ -122,7 +122,7 @@ class CheckpointConfig:
     ] = None
     """local: keep each rank's state in memory that outlives its process. Ranks that torchrun
     --max-restarts starts again go on from there, and read no disk."""
-    non_persistent_save_interval: Annotated[int | None, at_least(1), IN_MEMORY] = None
+    non_persistent_save_interval: Annotated[int | None, FROM_1, IN_MEMORY] = None
     """Keep the state after every this many steps. Two of them are kept."""
     replication: Annotated[
         bool,
@@ -131,7 +131,7 @@ class CheckpointConfig:
     ] = False
     """Send each rank's state to other ranks too, if data parallelism gives none of them an equal
     one. A lost machine's state is then with them."""
-    replication_jump: Annotated[int | None, at_least(1), REPLICATES] = None
+    replication_jump: Annotated[int | None, FROM_1, REPLICATES] = None
     """Distance between ranks that keep each other's state: at least a machine's number of ranks.
     Default: the ranks divided by --replication-factor."""
     replication_factor: Annotated[int, at_least(2), REPLICATES] = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ANY, CONTENTS, FREE, NAMED, Idle, at_least, needs
+from megapipe.config.notes import ANY, CONTENTS, FREE, FROM_0, FROM_1, NAMED, Idle, at_least, needs
 
 EVALUATES = Idle(
     lambda c: c.data.eval_interval is None and not c.data.skip_train,
@@ -61,7 +61,7 @@ class TokenizerConfig:
     """The merges.txt of the GPT2BPETokenizer."""
     vocab_size: Annotated[
         int | None,
-        at_least(1),
+        FROM_1,
         NAMED,
         of_tokenizer("the tokenizer knows its size", NULL, TIK),
     ] = None
@@ -127,7 +127,7 @@ class DataConfig(TokenizerConfig):
     # Reading and order.
     # Another order or another split would train on some samples twice and never on others, so both
     # are NAMED on --load.
-    num_workers: Annotated[int, at_least(0), FREE] = 2
+    num_workers: Annotated[int, FROM_0, FREE] = 2
     """Number of background threads that read ahead. 0: read in the training loop."""
     dataloader_type: Annotated[Literal["single", "cyclic"], NAMED] = "single"
     """Order of the samples. single: as in the sample index. cyclic: shuffled anew each epoch."""
@@ -147,13 +147,13 @@ class DataConfig(TokenizerConfig):
     # FREE on --load: an evaluation changes no weight.
     eval_iters: Annotated[int, at_least(-1), FREE, EVALUATES] = 100
     """Number of batches per evaluation. 0 or -1: evaluate nothing."""
-    eval_global_batch_size: Annotated[int | None, at_least(1), FREE, EVALUATES, HAS_BATCHES] = None
+    eval_global_batch_size: Annotated[int | None, FROM_1, FREE, EVALUATES, HAS_BATCHES] = None
     """Number of sequences in a batch of an evaluation. Default: --global-batch-size."""
-    eval_micro_batch_size: Annotated[int | None, at_least(1), FREE, EVALUATES, HAS_BATCHES] = None
+    eval_micro_batch_size: Annotated[int | None, FROM_1, FREE, EVALUATES, HAS_BATCHES] = None
     """Number of sequences in a microbatch of an evaluation. Default: --micro-batch-size."""
-    eval_interval: Annotated[int | None, at_least(1), FREE, HAS_BATCHES] = None
+    eval_interval: Annotated[int | None, FROM_1, FREE, HAS_BATCHES] = None
     """Evaluate after every this many steps. Default: never."""
-    start_eval_at_iter: Annotated[int | None, at_least(1), FREE, EVALUATES, HAS_BATCHES] = None
+    start_eval_at_iter: Annotated[int | None, FROM_1, FREE, EVALUATES, HAS_BATCHES] = None
     """Evaluate from this step on. Default: from the first."""
     skip_train: Annotated[bool, FREE] = False
     """Train nothing. Evaluate the checkpoint of --load on validation and test data, each from its

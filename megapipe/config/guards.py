@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, FREE, Idle, Range, at_least, excludes, needs
+from megapipe.config.notes import ABOVE_0, FREE, FROM_0, FROM_1, Idle, Range, excludes, needs
 
 ITERATIONS = Range("at least 1, the first iteration", lambda v: all(x >= 1 for x in v))
 COLLECTS = needs("manual_gc", "Python collects when it wants to")
@@ -19,7 +19,7 @@ class GuardConfig:
 
     # Early ends.
     # All of this file is FREE on --load: no flag here changes a number of a sound step.
-    exit_interval: Annotated[int | None, at_least(1), FREE] = None
+    exit_interval: Annotated[int | None, FROM_1, FREE] = None
     """Save and stop after the next iteration that is a multiple of this, with exit status 0.
     Default: train to the end."""
     exit_duration_in_mins: Annotated[float | None, ABOVE_0, FREE] = None
@@ -37,7 +37,7 @@ class GuardConfig:
     manual_gc: Annotated[bool, FREE] = False
     """Collect Python's garbage on all ranks at once, around evaluations. Default: each rank when
     Python decides, for which the others wait."""
-    manual_gc_interval: Annotated[int, at_least(0), FREE, COLLECTS] = 0
+    manual_gc_interval: Annotated[int, FROM_0, FREE, COLLECTS] = 0
     """Collect garbage after every this many steps too. 0: only around evaluations."""
     no_manual_gc_eval: Annotated[bool, FREE, COLLECTS] = False
     """Do not collect garbage around evaluations."""
@@ -47,7 +47,7 @@ class GuardConfig:
     does not advance."""
     check_weight_hash_across_dp_replicas_interval: Annotated[
         int | None,
-        at_least(1),
+        FROM_1,
         FREE,
         Idle(lambda c: c.world_size == 1, "there is no replica, without several ranks"),
         excludes(
@@ -68,7 +68,7 @@ class GuardConfig:
     runs a second time. disabled: nothing."""
     error_injection_rate: Annotated[
         int,
-        at_least(0),
+        FROM_0,
         FREE,
         needs("rerun_mode", "no step is run again", "validate_results"),
     ] = 0
@@ -84,6 +84,6 @@ class GuardConfig:
     check_for_spiky_loss: Annotated[bool, FREE] = False
     """Run a step a second time before its update if its loss is 10 times the largest of the last
     100 steps."""
-    max_bad_iterations_in_a_row: Annotated[int, at_least(1), FREE] = 10
+    max_bad_iterations_in_a_row: Annotated[int, FROM_1, FREE] = 10
     """Stop after this many steps in a row that were skipped, or spiked with --check-for-spiky-loss.
     Steps in which a loss scale falls do not count. Not in Megatron-LM."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.model.moe import EXPERTS
-from megapipe.config.notes import ABOVE_0, ANY, at_least, needs
+from megapipe.config.notes import ABOVE_0, ANY, FROM_0, FROM_1, needs
 
 DRAWN = needs("tensorboard_dir wandb_project", "nothing is drawn")
 SENT = needs("wandb_project", "nothing is sent")
@@ -20,7 +20,7 @@ class LogConfig:
 
     # Lines of the log, and files of metrics.
     # Notes for --load are missing on purpose: how a run reports may always change.
-    log_interval: Annotated[int, at_least(1)] = 100
+    log_interval: Annotated[int, FROM_1] = 100
     """Print a line after every this many steps."""
     log_format: Literal["auto", "megatron", "short"] = "auto"
     """Form of the line. megatron: Megatron-LM's, followed by megapipe's own fields. short: for
@@ -68,10 +68,10 @@ class LogConfig:
     """Report the number of zeros in the gradient in the line."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard's files. Default: write none."""
-    tensorboard_log_interval: Annotated[int, at_least(1), DRAWN] = 1
+    tensorboard_log_interval: Annotated[int, FROM_1, DRAWN] = 1
     """Write to TensorBoard after every this many steps."""
     tensorboard_queue_size: Annotated[
-        int, at_least(1), needs("tensorboard_dir", "nothing is held back")
+        int, FROM_1, needs("tensorboard_dir", "nothing is held back")
     ] = 1000
     """Number of TensorBoard events that are collected before a write."""
     wandb_project: str | None = None
@@ -100,7 +100,7 @@ class LogConfig:
     """Record the shapes of tensors in the trace."""
     pytorch_profiler_collect_callstack: Annotated[bool, PROFILER, PROFILE] = False
     """Record the lines of Python in the trace."""
-    profile_step_start: Annotated[int, at_least(0), PROFILER, PROFILE] = 10
+    profile_step_start: Annotated[int, FROM_0, PROFILER, PROFILE] = 10
     """First step that is recorded."""
     # ANY: only together with the start can it be judged, see checks.inputs.
     profile_step_end: Annotated[int, ANY, PROFILER, PROFILE] = 12

@@ -124,6 +124,8 @@ def at_least(least: int) -> Range:
     return Range(f"at least {least}", lambda v: v >= least)
 
 
+FROM_0 = at_least(0)
+FROM_1 = at_least(1)
 ABOVE_0 = Range("above 0", lambda v: v > 0)
 UP_TO_1 = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_1 = Range("at least 0 and below 1", lambda v: 0 <= v < 1)

@@ -11,11 +11,12 @@ from megapipe.config.notes import (
     BELOW_1,
     CURVE,
     FREE,
+    FROM_0,
+    FROM_1,
     NAMED,
     Idle,
     Required,
     Spelled,
-    at_least,
     demands,
     excludes,
     needs,
@@ -52,12 +53,12 @@ class OptimizerConfig:
     # CURVE on --load: the rate goes on where it stopped, or a flag has to say which curve counts.
     lr: Annotated[float | None, Required("3e-4"), ABOVE_0, CURVE] = None
     """Peak learning rate. Required."""
-    min_lr: Annotated[float, at_least(0), CURVE, FALLS] = 0.0
+    min_lr: Annotated[float, FROM_0, CURVE, FALLS] = 0.0
     """Learning rate at the end of the decay."""
     decoupled_lr: Annotated[float | None, ABOVE_0, NAMED] = None
     """Peak learning rate of word embeddings and output head. Default: --lr."""
     decoupled_min_lr: Annotated[
-        float | None, at_least(0), NAMED, needs("decoupled_lr", "one rate for all"), FALLS
+        float | None, FROM_0, NAMED, needs("decoupled_lr", "one rate for all"), FALLS
     ] = None
     """Learning rate of word embeddings and output head at the end of the decay. Default:
     --min-lr."""
@@ -66,10 +67,10 @@ class OptimizerConfig:
     ] = "linear"
     """Curve of the learning rate after the warm-up. WSD: constant, then decay in the last
     --lr-wsd-decay-iters."""
-    lr_decay_iters: Annotated[int | None, at_least(1), CURVE, HAS_CURVE] = None
+    lr_decay_iters: Annotated[int | None, FROM_1, CURVE, HAS_CURVE] = None
     """Number of steps over which the learning rate decays, warm-up included. Default:
     --train-iters."""
-    lr_decay_samples: Annotated[int | None, at_least(1), CURVE, HAS_CURVE] = None
+    lr_decay_samples: Annotated[int | None, FROM_1, CURVE, HAS_CURVE] = None
     """Number of sequences over which the learning rate decays, with --train-samples. Default:
     --train-samples."""
     lr_warmup_fraction: Annotated[
@@ -80,25 +81,25 @@ class OptimizerConfig:
     ] = None
     """Length of the linear warm-up as a fraction of the decay, at least 0 and below 1. Default:
     --lr-warmup-iters."""
-    lr_warmup_iters: Annotated[int, at_least(0), CURVE] = 0
+    lr_warmup_iters: Annotated[int, FROM_0, CURVE] = 0
     """Number of steps of linear warm-up."""
-    lr_warmup_samples: Annotated[int, at_least(0), CURVE] = 0
+    lr_warmup_samples: Annotated[int, FROM_0, CURVE] = 0
     """Number of sequences of linear warm-up, with --train-samples."""
-    lr_warmup_init: Annotated[float, at_least(0), CURVE, WARMS_UP] = 0.0
+    lr_warmup_init: Annotated[float, FROM_0, CURVE, WARMS_UP] = 0.0
     """Learning rate at the start of the warm-up."""
     lr_wsd_decay_style: Annotated[
         Literal["exponential", "linear", "cosine", "minus_sqrt"], CURVE, OF_WSD
     ] = "exponential"
     """Curve of the decay at the end of --lr-decay-style WSD."""
-    lr_wsd_decay_iters: Annotated[int | None, at_least(1), CURVE, OF_WSD] = None
+    lr_wsd_decay_iters: Annotated[int | None, FROM_1, CURVE, OF_WSD] = None
     """Number of steps of the decay at the end of --lr-decay-style WSD."""
-    lr_wsd_decay_samples: Annotated[int | None, at_least(1), CURVE, OF_WSD] = None
+    lr_wsd_decay_samples: Annotated[int | None, FROM_1, CURVE, OF_WSD] = None
     """Number of sequences of the decay at the end of --lr-decay-style WSD, with
     --train-samples."""
     # Weight decay and clipping.
     weight_decay: Annotated[
         float,
-        at_least(0),
+        FROM_0,
         CURVE,
         needs("weight_decay_incr_style", "it grows to --end-weight-decay", "constant"),
     ] = 0.01
@@ -107,11 +108,11 @@ class OptimizerConfig:
     weight_decay_incr_style: Annotated[Literal["constant", "linear", "cosine"], CURVE] = "constant"
     """Curve of the weight decay. constant: --weight-decay. linear, cosine: it grows over the run
     from --start-weight-decay to --end-weight-decay."""
-    start_weight_decay: Annotated[float | None, at_least(0), CURVE, GROWS] = None
+    start_weight_decay: Annotated[float | None, FROM_0, CURVE, GROWS] = None
     """Weight decay of the first step, with --weight-decay-incr-style linear or cosine."""
-    end_weight_decay: Annotated[float | None, at_least(0), CURVE, GROWS] = None
+    end_weight_decay: Annotated[float | None, FROM_0, CURVE, GROWS] = None
     """Weight decay at the end of the run, with --weight-decay-incr-style linear or cosine."""
-    clip_grad: Annotated[float, at_least(0), NAMED] = 1.0
+    clip_grad: Annotated[float, FROM_0, NAMED] = 1.0
     """Largest L2 norm of the whole gradient; a larger gradient is scaled down to it. 0: do not
     clip."""
     # Settings of the rules.
@@ -130,7 +131,7 @@ class OptimizerConfig:
     """Let muon make the fused query, key and value orthogonal as one matrix. Default: as three."""
     muon_nesterov: Annotated[bool, NAMED, MUON] = False
     """Let muon look one step of momentum ahead (Nesterov)."""
-    muon_num_ns_steps: Annotated[int, at_least(1), NAMED, MUON] = 5
+    muon_num_ns_steps: Annotated[int, FROM_1, NAMED, MUON] = 5
     """Number of Newton-Schulz steps in which muon makes the momentum orthogonal."""
     muon_coefficient_type: Annotated[Literal["quintic", "simple"], NAMED, MUON] = "quintic"
     """Coefficients of the Newton-Schulz steps. quintic: a set for each of five steps, in turn.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from megapipe.config.notes import ABOVE_0, FREE, NAMED, Idle, at_least, demands, excludes
+from megapipe.config.notes import ABOVE_0, FREE, FROM_1, NAMED, Idle, demands, excludes
 from megapipe.config.parallel.ranks import REPLICAS
 
 SCALE_MOVES = Idle(
@@ -36,9 +36,9 @@ class PrecisionConfig:
     """Dynamic loss scale at the start."""
     min_loss_scale: Annotated[float, ABOVE_0, NAMED, SCALE_MOVES] = 1.0
     """Smallest dynamic loss scale."""
-    loss_scale_window: Annotated[float, at_least(1), NAMED, SCALE_MOVES] = 1000.0
+    loss_scale_window: Annotated[float, FROM_1, NAMED, SCALE_MOVES] = 1000.0
     """Number of steps without overflow after which the dynamic loss scale is doubled."""
-    hysteresis: Annotated[int, at_least(1), NAMED, SCALE_MOVES] = 2
+    hysteresis: Annotated[int, FROM_1, NAMED, SCALE_MOVES] = 2
     """Overflow, counted from the last doubling, from which on every overflow halves the dynamic
     loss scale. 1: every overflow does."""
     # NAMED on --load: other sums, and so other numbers.

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megapipe.compiled import compiled
+from megapipe.compiled import c_fields, compiled
 from megapipe.kernels import cpu
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("exp.h", "attention.c"))
@@ -46,19 +46,16 @@ class _Operand(ctypes.Structure):
     The last dimension is contiguous.
     """
 
-    _fields_ = [
-        ("x", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
-    ]
+    _fields_ = c_fields("void_p x", "int64 batch head token")
 
 
 class _Task(ctypes.Structure):
     """The arguments of attention and attention_backward, with the fields in attention.c's order."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "groups", "per_group", "tokens", "dim")),
+        *c_fields("int64 batch groups per_group tokens dim"),
         ("of", _Operand * 7),
-        ("scale", ctypes.c_float),
+        *c_fields("float scale"),
     ]
 
 

@@ -12,13 +12,14 @@ from megapipe.config.notes import (
     ABOVE_0,
     BELOW_1,
     FREE,
+    FROM_0,
+    FROM_1,
     LISTED,
     MUST,
     NAMED,
     UP_TO_1,
     Idle,
     Required,
-    at_least,
     demands,
     needs,
     of_no_layer,
@@ -33,14 +34,14 @@ class ArchitectureConfig(ActivationConfig):
     # MUST on --load: with other sizes a checkpoint's weights are not this model's.
     num_layers: Annotated[int | None, Required("12"), LISTED, MUST] = None
     """Number of transformer layers. Required."""
-    hidden_size: Annotated[int | None, Required("768"), at_least(1), MUST] = None
+    hidden_size: Annotated[int | None, Required("768"), FROM_1, MUST] = None
     """Width of the hidden state between layers. Required."""
-    ffn_hidden_size: Annotated[int | None, at_least(1), MUST] = None
+    ffn_hidden_size: Annotated[int | None, FROM_1, MUST] = None
     """Width of the MLP, with --swiglu of each half. Default: 4 x --hidden-size, with --swiglu
     4 x hidden x 2/3 rounded down to a multiple of 64."""
     num_attention_heads: Annotated[int | None, Required("12"), LISTED, MUST] = None
     """Number of query heads. Required. The tensor-parallel size must divide it."""
-    kv_channels: Annotated[int | None, at_least(1), MUST, HEADS] = None
+    kv_channels: Annotated[int | None, FROM_1, MUST, HEADS] = None
     """Channels of each attention head. Default: --hidden-size / --num-attention-heads."""
     group_query_attention: Annotated[bool, MUST] = False
     """Let groups of query heads share a key and a value head; --num-query-groups says how many."""
@@ -55,7 +56,7 @@ class ArchitectureConfig(ActivationConfig):
     ] = 1
     """Number of key and value heads, with --group-query-attention."""
     # Positions, and the tokens that a token attends to.
-    max_position_embeddings: Annotated[int | None, Required("1024"), at_least(1), MUST] = None
+    max_position_embeddings: Annotated[int | None, Required("1024"), FROM_1, MUST] = None
     """Largest sequence length: rows of the learned position table, and limit of rotary positions.
     Required, at least --seq-length."""
     position_embedding_type: Annotated[
@@ -106,7 +107,7 @@ class ArchitectureConfig(ActivationConfig):
     # Initial weights. FREE on --load, which has the weights themselves.
     init_method_std: Annotated[
         float,
-        at_least(0),
+        FROM_0,
         FREE,
         Idle(
             lambda c: (
@@ -120,7 +121,7 @@ class ArchitectureConfig(ActivationConfig):
     init_method_xavier_uniform: Annotated[bool, FREE] = False
     """Draw initial weights uniformly within sqrt(6 / (inputs + outputs)) of 0. Sizes are the whole
     matrix's under any layout."""
-    embedding_init_method_std: Annotated[float | None, at_least(0), FREE] = None
+    embedding_init_method_std: Annotated[float | None, FROM_0, FREE] = None
     """Standard deviation of the initial word and position embeddings. Default:
     --init-method-std."""
     # Dropout.
@@ -130,14 +131,14 @@ class ArchitectureConfig(ActivationConfig):
     hidden_dropout: Annotated[float, BELOW_1, NAMED] = 0.1
     """Dropout probability of embeddings and of each block's output, at least 0 and below 1."""
     # The vocabulary. FREE on --load: the embedding's shape in the checkpoint says its size.
-    padded_vocab_size: Annotated[int | None, at_least(1), FREE] = None
+    padded_vocab_size: Annotated[int | None, FROM_1, FREE] = None
     """Rows of the word embedding. Default: the tokenizer's size rounded up to a multiple of
     --make-vocab-size-divisible-by."""
     # With the tensor-parallel size, the weight's shape and its initial values would depend on the
     # layout.
     make_vocab_size_divisible_by: Annotated[
         int,
-        at_least(1),
+        FROM_1,
         FREE,
         Idle(
             lambda c: c.model.padded_vocab_size is not None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megapipe.config.model.moe import frequency_of
-from megapipe.config.notes import MUST, at_least, needs
+from megapipe.config.notes import FROM_1, MUST, needs
 
 DELTA = needs("experimental_attention_variant", "all layers have attention")
 
@@ -25,15 +25,15 @@ class DeltaConfig:
     linear_attention_freq: Annotated[str | None, MUST, DELTA] = None
     """Which layers have a gated delta net. N: all but every N-th. A list: the layers with a 1, such
     as ([1]*3+[0])*12."""
-    linear_conv_kernel_dim: Annotated[int, at_least(1), MUST, DELTA] = 4
+    linear_conv_kernel_dim: Annotated[int, FROM_1, MUST, DELTA] = 4
     """Tokens that the convolution before the gated delta net sees, the token's own included."""
-    linear_key_head_dim: Annotated[int, at_least(1), MUST, DELTA] = 128
+    linear_key_head_dim: Annotated[int, FROM_1, MUST, DELTA] = 128
     """Channels of each query and key head of a gated delta net."""
-    linear_value_head_dim: Annotated[int, at_least(1), MUST, DELTA] = 128
+    linear_value_head_dim: Annotated[int, FROM_1, MUST, DELTA] = 128
     """Channels of each value head of a gated delta net."""
-    linear_num_key_heads: Annotated[int, at_least(1), MUST, DELTA] = 16
+    linear_num_key_heads: Annotated[int, FROM_1, MUST, DELTA] = 16
     """Query and key heads of a gated delta net."""
-    linear_num_value_heads: Annotated[int, at_least(1), MUST, DELTA] = 32
+    linear_num_value_heads: Annotated[int, FROM_1, MUST, DELTA] = 32
     """Value heads of a gated delta net, a multiple of --linear-num-key-heads. Each has a state."""
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import FREE, LISTED, Idle, Range, at_least, needs
+from megapipe.config.notes import FREE, FROM_0, LISTED, Idle, Range, needs
 
 FP8 = needs("fp8_format", "products have the type of the weights")
 DELAYED = needs("fp8_recipe", "scales follow from the step itself", "delayed")
@@ -66,9 +66,9 @@ class FP8Config:
     them so. Results are bitwise equal."""
     first_last_layers_bf16: Annotated[bool, FREE, FP8] = False
     """Leave FP8 out of the first and last layers, see --num-layers-at-start-in-bf16."""
-    num_layers_at_start_in_bf16: Annotated[int, at_least(0), FREE, FP8, ENDS] = 1
+    num_layers_at_start_in_bf16: Annotated[int, FROM_0, FREE, FP8, ENDS] = 1
     """Number of first layers without FP8, with --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: Annotated[int, at_least(0), FREE, FP8, ENDS] = 1
+    num_layers_at_end_in_bf16: Annotated[int, FROM_0, FREE, FP8, ENDS] = 1
     """Number of last layers without FP8, with --first-last-layers-bf16."""
 
     def has_fp8_in(self, layer: int, layers: int) -> bool:

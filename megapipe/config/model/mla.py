@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, MUST, at_least, excludes, of_no_layer
+from megapipe.config.notes import ABOVE_0, FROM_0, FROM_1, MUST, at_least, excludes, of_no_layer
 
 LATENT = of_no_layer(
     lambda m: not m.multi_latent_attention,
@@ -57,15 +57,15 @@ class MLAConfig:
     """Compute the keys and values of all heads from one latent per token (DeepSeek-V2). With
     --q-lora-rank queries have a latent too."""
     # Defaults are taken from Megatron-LM's flags.
-    q_lora_rank: Annotated[int | None, at_least(1), MUST, LATENT] = None
+    q_lora_rank: Annotated[int | None, FROM_1, MUST, LATENT] = None
     """Width of the queries' latent. Default: queries are projected from the hidden state."""
-    kv_lora_rank: Annotated[int, at_least(1), MUST, LATENT] = 32
+    kv_lora_rank: Annotated[int, FROM_1, MUST, LATENT] = 32
     """Width of the latent of keys and values."""
-    qk_head_dim: Annotated[int, at_least(1), MUST, LATENT] = 128
+    qk_head_dim: Annotated[int, FROM_1, MUST, LATENT] = 128
     """Channels of each query and key head that are not rotated."""
     qk_pos_emb_head_dim: Annotated[int, at_least(2), MUST, LATENT] = 64
     """Rotated channels of each query and key head. All heads share the rotated part of the key."""
-    v_head_dim: Annotated[int, at_least(1), MUST, LATENT] = 128
+    v_head_dim: Annotated[int, FROM_1, MUST, LATENT] = 128
     """Channels of each value head."""
     rope_type: Annotated[Literal["rope", "yarn"] | None, MUST, LATENT] = None
     """How the rotated channels turn. rope: plain rotary embedding. yarn: stretched from 4096
@@ -73,10 +73,10 @@ class MLAConfig:
     rotary_scaling_factor: Annotated[float, ABOVE_0, MUST, FACTOR] = 1.0
     """Factor by which yarn stretches the positions. It scales attention scores under rope too,
     see --mscale-all-dim."""
-    mscale: Annotated[float, at_least(0), MUST, FACTOR, YARN] = 1.0
+    mscale: Annotated[float, FROM_0, MUST, FACTOR, YARN] = 1.0
     """Coefficient in yarn's factor on rotated channels,
     (0.1 mscale ln(factor) + 1) / (0.1 mscale-all-dim ln(factor) + 1)."""
-    mscale_all_dim: Annotated[float, at_least(0), MUST, FACTOR] = 0.0
+    mscale_all_dim: Annotated[float, FROM_0, MUST, FACTOR] = 0.0
     """Coefficient in the factor on attention scores, the square of
     0.1 mscale-all-dim ln(factor) + 1, with --multi-latent-attention."""
 

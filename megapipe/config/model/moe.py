@@ -13,11 +13,12 @@ from megapipe.config.notes import (
     BELOW_1,
     FINITE,
     FREE,
+    FROM_0,
+    FROM_1,
     MUST,
     NAMED,
     Range,
     Refused,
-    at_least,
     excludes,
     needs,
 )
@@ -41,15 +42,15 @@ class MoEConfig:
     """Experts in place of the MLP. Without --num-experts these flags do nothing."""
 
     # Which layers have experts, and their width.
-    num_experts: Annotated[int | None, at_least(0), MUST] = None
+    num_experts: Annotated[int | None, FROM_0, MUST] = None
     """Experts of each mixture-of-experts layer. Default, and with 0: every layer has an MLP."""
     moe_layer_freq: Annotated[str, MUST, EXPERTS] = "1"
     """Which layers have experts. N: the layers 0, N, 2N, ... A list: the layers with a 1, such as
     ([0]*3+[1]*58)."""
-    moe_ffn_hidden_size: Annotated[int | None, at_least(1), MUST, EXPERTS] = None
+    moe_ffn_hidden_size: Annotated[int | None, FROM_1, MUST, EXPERTS] = None
     """Width of an expert, with --swiglu of each half. Default: --ffn-hidden-size."""
     # Balance: a loss, or the choice itself.
-    moe_router_topk: Annotated[int, at_least(1), MUST, EXPERTS] = 2
+    moe_router_topk: Annotated[int, FROM_1, MUST, EXPERTS] = 2
     """Number of experts that each token is sent to."""
     # NAMED on --load, unlike the choice of experts: a loss changes the training, and not the
     # function that the weights compute.
@@ -60,7 +61,7 @@ class MoEConfig:
     moe_aux_loss_coeff: Annotated[tuple[float, ...], WEIGHTS, NAMED, EXPERTS, NOT_SINKHORN] = (0.0,)
     """Weight of each loss of --moe-router-load-balancing-type, in the same order. 0 switches a
     loss off."""
-    moe_z_loss_coeff: Annotated[float | None, at_least(0), NAMED, EXPERTS] = None
+    moe_z_loss_coeff: Annotated[float | None, FROM_0, NAMED, EXPERTS] = None
     """Weight of the loss on large router logits, for example 1e-3. Default: no such loss."""
     # The router: its scores, and the choice by them.
     moe_router_score_function: Annotated[
@@ -78,11 +79,11 @@ class MoEConfig:
     less than 1. Default: apply it to the chosen experts only."""
     moe_router_dtype: Annotated[Literal["fp32", "fp64"] | None, NAMED, EXPERTS] = None
     """Type in which the router computes. Default: the type of the activations."""
-    moe_router_num_groups: Annotated[int | None, at_least(1), MUST, EXPERTS, GROUPED] = None
+    moe_router_num_groups: Annotated[int | None, FROM_1, MUST, EXPERTS, GROUPED] = None
     """Number of equal groups of experts. A token may use --moe-router-group-topk groups."""
     moe_router_group_topk: Annotated[
         int | None,
-        at_least(1),
+        FROM_1,
         MUST,
         EXPERTS,
         NOT_SINKHORN,
@@ -93,7 +94,7 @@ class MoEConfig:
     ] = None
     """Number of groups that a token may use. The groups with the largest sum of their best scores
     are chosen. Default: all experts."""
-    moe_router_group_score_topk: Annotated[int | None, at_least(1), MUST, EXPERTS, GROUPED] = None
+    moe_router_group_score_topk: Annotated[int | None, FROM_1, MUST, EXPERTS, GROUPED] = None
     """Number of best scores in the sum that a group is chosen by; 1 in DeepSeek-V2. Default:
     --moe-router-topk / --moe-router-group-topk rounded down, as in Megatron-LM. Not in
     Megatron-LM."""
@@ -111,7 +112,7 @@ class MoEConfig:
     moves the biases towards an even load. Unlike in Megatron-LM the scores may be a softmax."""
     moe_router_bias_update_rate: Annotated[
         float,
-        at_least(0),
+        FROM_0,
         NAMED,
         EXPERTS,
         needs("moe_router_enable_expert_bias", "there is no bias to move"),
@@ -163,7 +164,7 @@ class MoEConfig:
     """How tokens reach experts on other ranks. allgather: every rank gets all tokens. alltoall:
     each token goes to the ranks of its experts. flex: the same as alltoall."""
     # The shared expert.
-    moe_shared_expert_intermediate_size: Annotated[int | None, at_least(1), MUST, EXPERTS] = None
+    moe_shared_expert_intermediate_size: Annotated[int | None, FROM_1, MUST, EXPERTS] = None
     """Width of the MLP that every token passes in addition to its experts, the sum over all shared
     experts. Default: there is none."""
     moe_shared_expert_gate: Annotated[

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from megapipe.config.notes import MUST, NAMED, Range, at_least, excludes, needs
+from megapipe.config.notes import FROM_0, MUST, NAMED, Range, excludes, needs
 
 FEW = Range("at least 0 and at most 100", lambda v: 0 <= v <= 100)
 FURTHER = needs("mtp_num_layers", "tokens are predicted one ahead", least=1)
@@ -36,7 +36,7 @@ class MTPConfig:
     ] = None
     """Depths of multi-token prediction. Each is a layer after the last one and predicts one token
     further ahead, which adds a term to the loss. Default: none."""
-    mtp_loss_scaling_factor: Annotated[float, at_least(0), NAMED, FURTHER] = 0.1
+    mtp_loss_scaling_factor: Annotated[float, FROM_0, NAMED, FURTHER] = 0.1
     """Weight of the multi-token loss, the mean over the depths, in the loss that is trained."""
     mtp_within_documents: Annotated[bool, NAMED, FURTHER] = False
     """Compute a depth's loss only where its target is in the same document. Default: targets may

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import FREE, Idle, Refused, at_least, demands, excludes
+from megapipe.config.notes import FREE, FROM_1, Idle, Refused, demands, excludes
 
 RECOMPUTED = Idle(
     lambda c: not (c.model.recompute_granularity or c.model.recompute_activations),
@@ -60,11 +60,11 @@ class RecomputeConfig:
     """Which layers full recomputes. uniform: all, keeping one input for every
     --recompute-num-layers layers. block: the first --recompute-num-layers of each stage. Default:
     uniform."""
-    recompute_num_layers: Annotated[int | None, at_least(1), FREE, RECOMPUTED, OF_FULL] = None
+    recompute_num_layers: Annotated[int | None, FROM_1, FREE, RECOMPUTED, OF_FULL] = None
     """Number of layers that --recompute-method counts. Default: 1."""
     num_microbatches_with_partial_activation_checkpoints: Annotated[
         int | None,
-        at_least(1),
+        FROM_1,
         FREE,
         demands(
             "recompute_granularity recompute_activations",

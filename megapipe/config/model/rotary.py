@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Annotated
 
-from megapipe.config.notes import ABOVE_0, MUST, Range, at_least, of_no_layer
+from megapipe.config.notes import ABOVE_0, FROM_0, FROM_1, MUST, Range, of_no_layer
 
 TURNED = of_no_layer(
     lambda m: m.position_embedding_type != "rope" or m.multi_latent_attention,
@@ -45,9 +45,7 @@ class LongRopeConfig:
     Not in Megatron-LM."""
     longrope_long_factor: Annotated[tuple[float, ...], FACTORS, MUST, LONGROPE_ALONE] = ()
     """The same for longer sequences, whose tokens all have these. Not in Megatron-LM."""
-    longrope_original_max_position_embeddings: Annotated[int, at_least(1), MUST, LONGROPE_ALONE] = (
-        4096
-    )
+    longrope_original_max_position_embeddings: Annotated[int, FROM_1, MUST, LONGROPE_ALONE] = 4096
     """The longest sequence with the short factors. Not in Megatron-LM."""
     longrope_attention_factor: Annotated[float, ABOVE_0, MUST, LONGROPE_ALONE] = 1.0
     """Factor on the length of rotated queries and keys. Not in Megatron-LM."""
@@ -65,7 +63,7 @@ class RotaryConfig:
     Gemma 4. Not in Megatron-LM."""
     rotary_seq_len_interpolation_factor: Annotated[float, ABOVE_0, MUST, TURNED] = 1.0
     """Divide rotary positions by this factor (Chen et al. 2023)."""
-    yarn_original_max_position_embeddings: Annotated[int, at_least(1), MUST, YARN_ALONE] = 4096
+    yarn_original_max_position_embeddings: Annotated[int, FROM_1, MUST, YARN_ALONE] = 4096
     """Sequence length of the training before yarn stretched the positions."""
     yarn_beta_fast: Annotated[float, ABOVE_0, MUST, YARN_ALONE] = 32.0
     """Yarn leaves pairs of channels that turn at least this often in the original length."""
@@ -73,6 +71,6 @@ class RotaryConfig:
     """Yarn slows down fully the pairs that turn at most this often in the original length."""
     no_yarn_correction_range_round_to_int: Annotated[bool, MUST, YARN_ALONE] = False
     """Do not round both ends of yarn's range of pairs to whole pairs, as gpt-oss."""
-    yarn_temperature_beta: Annotated[float, at_least(0), MUST, YARN_ALONE] = 0.0
+    yarn_temperature_beta: Annotated[float, FROM_0, MUST, YARN_ALONE] = 0.0
     """Multiply queries by 1 + beta ln(1 + floor(position / original length)) with this beta, as
     Ministral 3. Not in Megatron-LM."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import CLOCK, Idle, at_least
+from megapipe.config.notes import CLOCK, FROM_1, Idle
 from megapipe.config.parallel.offload import OffloadConfig
 from megapipe.config.parallel.pipeline import PipelineConfig
 from megapipe.config.parallel.ranks import SEVERAL_RANKS, RanksConfig
@@ -42,7 +42,7 @@ class ParallelConfig(OffloadConfig, ShardingConfig, PipelineConfig, RanksConfig)
     line in the log says where nothing is captured, and why."""
     cuda_graph_warmup_steps: Annotated[
         int,
-        at_least(1),
+        FROM_1,
         Idle(
             lambda c: c.parallel.cuda_graph_impl == "none",
             "nothing is captured, without --cuda-graph-impl",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, UP_TO_1, at_least, excludes, needs
+from megapipe.config.notes import ABOVE_0, FROM_1, UP_TO_1, excludes, needs
 
 Module = Literal[
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"
@@ -39,9 +39,7 @@ class OffloadConfig:
     cpu_offload: Annotated[bool, NOT_SEARCHED] = False
     """The same as --fine-grained-activation-offloading, by its name in sail-sg's zero-bubble fork.
     Not in Megatron-LM."""
-    offload_chunk_num: Annotated[
-        int | None, at_least(1), needs("cpu_offload", "all stages copy")
-    ] = None
+    offload_chunk_num: Annotated[int | None, FROM_1, needs("cpu_offload", "all stages copy")] = None
     """Number of stages of each rank that copy, the first ones. Default: all. Not in
     Megatron-LM."""
     offload_time: Annotated[float | None, ABOVE_0, COPIES] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from megapipe.config.notes import ABOVE_0, LISTED, Idle, at_least, demands, excludes, needs
+from megapipe.config.notes import ABOVE_0, FROM_1, LISTED, Idle, at_least, demands, excludes, needs
 from megapipe.schedule.catalogue import SCHEDULES, usual
 
 # A single rank can have several stages, too, if chunks or a schedule give them.
@@ -125,15 +125,15 @@ class PipelineConfig:
     """Number of stages of each rank, instead of --num-layers-per-virtual-pipeline-stage."""
     microbatch_group_size_per_virtual_pipeline_stage: Annotated[
         int | None,
-        at_least(1),
+        FROM_1,
         Idle(_no_groups, "there is no chunk to visit, without several stages on a rank"),
     ] = None
     """Number of microbatches that pass one stage of a rank before its next stage begins, under
     interleaved. Default: the number of pipeline ranks."""
-    decoder_first_pipeline_num_layers: Annotated[int | None, at_least(1), *ENDS] = None
+    decoder_first_pipeline_num_layers: Annotated[int | None, FROM_1, *ENDS] = None
     """Number of layers of the first pipeline rank, over all its stages. The other ranks split the
     rest evenly. Default: an even share."""
-    decoder_last_pipeline_num_layers: Annotated[int | None, at_least(1), *ENDS] = None
+    decoder_last_pipeline_num_layers: Annotated[int | None, FROM_1, *ENDS] = None
     """Number of layers of the last pipeline rank, over all its stages. Default: an even share."""
     account_for_embedding_in_pipeline_split: Annotated[bool, SEVERAL_STAGES, ENDS[0]] = False
     """Count the embedding as a layer when layers are split evenly."""

@@ -8,15 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import (
-    ABOVE_0,
-    Idle,
-    Refused,
-    at_least,
-    excludes,
-    flag,
-    needs,
-)
+from megapipe.config.notes import ABOVE_0, FROM_0, FROM_1, Idle, Refused, excludes, flag, needs
 from megapipe.config.parallel.pipeline import shares_grads
 from megapipe.config.parallel.ranks import REPLICAS
 
@@ -82,11 +74,11 @@ class ShardingConfig:
     """Reduce the gradients of a stage while other stages still compute, as passes G of the table.
     Default: reduce all at the end of the step."""
     ddp_bucket_size: Annotated[
-        int | None, at_least(1), REPLICAS, BUCKETS, excludes("ddp_num_buckets", SAME)
+        int | None, FROM_1, REPLICAS, BUCKETS, excludes("ddp_num_buckets", SAME)
     ] = None
     """Number of gradient elements that are reduced at once, while the stage's last weight pass
     computes earlier layers. Default: a whole stage at once, after that pass."""
-    ddp_num_buckets: Annotated[int | None, at_least(1), REPLICAS, BUCKETS] = None
+    ddp_num_buckets: Annotated[int | None, FROM_1, REPLICAS, BUCKETS] = None
     """Number of buckets per stage, instead of --ddp-bucket-size. Default: one."""
     # Megatron-LM demands both flags, too.
     overlap_param_gather: Annotated[
@@ -124,7 +116,7 @@ class ShardingConfig:
     pass V in the next step undoes a wrong guess. Results are bitwise equal. Not in Megatron-LM."""
     post_validation_after: Annotated[
         int,
-        at_least(0),
+        FROM_0,
         needs("enable_optimizer_post_validation", "each update waits for the norm"),
     ] = 10
     """Number of steps in a row without clipping or skipping after which updates no longer wait for

@@ -11,7 +11,7 @@ from math import log
 from pathlib import Path
 from statistics import NormalDist
 
-from megapipe.compiled import compiled
+from megapipe.compiled import c_fields, compiled
 from megapipe.schedule.core.orders import Orders, Problem
 
 _FILES = "search/clock.h", "search/moves.c", "shapes/pairs/play.c", "families/offload/weigh.c"
@@ -21,8 +21,6 @@ SOURCES = tuple(Path(__file__).parents[1] / name for name in _FILES)
 FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")
 
 Fill = Callable[[float], tuple[Orders, list[float]] | None]
-Ints = ctypes.POINTER(ctypes.c_int)
-Doubles = ctypes.POINTER(ctypes.c_double)
 # 1,024 quantiles of a normal and of an exponential distribution. The moves of a search draw these.
 QUANTILES = [(i + 0.5) / 1024 for i in range(1024)]
 # Rounded: the same on every machine, whatever the last bit of its logarithm is.
@@ -32,12 +30,12 @@ DECAY = tuple(round(-log(x), 6) for x in QUANTILES)
 
 class _Problem(ctypes.Structure):
     # The same fields in the same order as `Problem` in search/clock.h.
-    _fields_ = (
-        *((name, ctypes.c_int) for name in ("passes", "microbatches", "ranks", "stages", "period")),
-        ("unit", ctypes.c_double),
-        *((name, Doubles) for name in ("duration", "lag", "holds", "memory")),
-        *((name, Ints) for name in ("source", "target", "rank", "row")),
-        *((name, Doubles) for name in ("normal", "decay")),
+    _fields_ = c_fields(
+        "int passes microbatches ranks stages period",
+        "double unit",
+        "double* duration lag holds memory",
+        "int* source target rank row",
+        "double* normal decay",
     )
 
 

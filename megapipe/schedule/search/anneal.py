@@ -14,7 +14,8 @@ from itertools import accumulate, pairwise
 from math import inf
 from time import process_time
 
-from megapipe.schedule.core.compiled import Doubles, Ints, doubles, given_to_c, ints, library
+from megapipe.compiled import c_fields
+from megapipe.schedule.core.compiled import doubles, given_to_c, ints, library
 from megapipe.schedule.core.orders import Orders, Problem, length
 
 # The search looks at the time whenever its moves have placed this many passes: a few hundredths of
@@ -68,12 +69,12 @@ class Cooling:
 class _State(ctypes.Structure):
     """The struct State of clock.h: the fields and their order are the same there."""
 
-    _fields_ = (
-        *((name, Ints) for name in ("orders", "best_orders", "path")),
-        *((name, Doubles) for name in ("end", "best_end")),
-        *((name, ctypes.c_double) for name in ("cost", "best", "heat", "cooler", "spread", "goal")),
-        ("draws", ctypes.c_uint64),
-        ("path_length", ctypes.c_int),
+    _fields_ = c_fields(
+        "int* orders best_orders path",
+        "double* end best_end",
+        "double cost best heat cooler spread goal",
+        "uint64 draws",
+        "int path_length",
     )
 
 

@@ -15,8 +15,9 @@ from functools import partial
 from itertools import accumulate
 from math import inf
 
+from megapipe.compiled import c_fields
 from megapipe.errors import ScheduleError
-from megapipe.schedule.core.compiled import Doubles, Ints, doubles, ints, library
+from megapipe.schedule.core.compiled import doubles, ints, library
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.kinds import LAYERS, Kind
@@ -184,12 +185,10 @@ def _user(time: Timeline, f: Pass) -> Pass:
 
 class _Moved(ctypes.Structure):
     # The same fields in the same order as in weigh.c.
-    _fields_ = (
-        *((name, ctypes.c_int) for name in ("ranks", "places")),
-        *((name, Ints) for name in ("row", "next", "prev", "earlier", "later", "last")),
-        *((name, Doubles) for name in ("time", "lag_next", "lag_prev")),
-        *((name, Doubles) for name in ("mem_b", "mem_w", "mem_o", "mem_r")),
-        *((name, Doubles) for name in ("before", "own", "limits")),
+    _fields_ = c_fields(
+        "int ranks places",
+        "int* row next prev earlier later last",
+        "double* time lag_next lag_prev mem_b mem_w mem_o mem_r before own limits",
     )
 
 

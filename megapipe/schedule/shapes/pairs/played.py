@@ -9,7 +9,8 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, product
 
-from megapipe.schedule.core.compiled import Doubles, Ints, doubles, ints, library
+from megapipe.compiled import c_fields
+from megapipe.schedule.core.compiled import doubles, ints, library
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import LAYERS, Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
@@ -23,21 +24,21 @@ _SMALL = 1e-9
 
 class _Table(ctypes.Structure):
     # The same fields in the same order as in play.c, here and in the next class.
-    _fields_ = (
-        *((name, ctypes.c_int) for name in ("ranks", "stages", "microbatches", "chunks", "split")),
-        *((name, Ints) for name in ("rank_of", "local", "next", "prev")),
-        *((name, Doubles) for name in ("held", "owes", "lag_next", "lag_prev")),
-        *((name, Ints) for name in ("forwards", "backwards", "begin")),
-        *((name, Doubles) for name in ("alone", "pairs", "limits")),
-        ("forward", ctypes.c_double),
+    _fields_ = c_fields(
+        "int ranks stages microbatches chunks split",
+        "int* rank_of local next prev",
+        "double* held owes lag_next lag_prev",
+        "int* forwards backwards begin",
+        "double* alone pairs limits",
+        "double forward",
     )
 
 
 class _Manner(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_double) for name in ("wait", "forwards_from")),
-        *((name, ctypes.c_int) for name in ("reach", "backwards", "weights", "keep")),
-        ("spare", Doubles),
+    _fields_ = c_fields(
+        "double wait forwards_from",
+        "int reach backwards weights keep",
+        "double* spare",
     )
 
 
