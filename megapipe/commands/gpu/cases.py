@@ -7,6 +7,7 @@ counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 # What every training has: 1F1B on one rank, with the parts of a modern GPT.
 SHAPE = (
@@ -128,14 +129,14 @@ class Case:
         return self.memory is None and not {"--hidden-size", "--compile"} & {*self.flags.split()}
 
 
-GPU = ("cuda",)
+on_gpu = partial(Case, devices=("cuda",))
 # The tolerances of 1e-4 and of memory are expectations, not yet confirmed on a GPU.
 CASES = (
     # Operations and measures that need no training.
     Case("kernel: weight gradient deferred to W", script=f"{KERNEL} weight_grad"),
     Case("kernel: fused loss", script=f"{KERNEL} fused_loss"),
     Case("kernel: attention with dropout", script=f"{KERNEL} dropout_attention"),
-    Case("tests for a GPU", script="-m pytest -q -m gpu", needs="pytest", devices=GPU, seconds=240),
+    on_gpu("tests for a GPU", script="-m pytest -q -m gpu", needs="pytest", seconds=240),
     Case("ceilings", script=f"{MEASURE} ceilings"),
     # The file rates.json for --rates of megapipe plan: passes of a layer, products, messages.
     Case(
@@ -143,43 +144,37 @@ CASES = (
         script=f"{RATES} {SHAPE} {SIZES['cpu']} {MIDDLE} --distributed-backend gloo",
         devices=("cpu",),
     ),
-    Case(
-        "rates of this GPU",
-        script=f"{RATES} {SHAPE} {LARGE_LAYER} {MIDDLE} --bf16",
-        devices=GPU,
-    ),
+    on_gpu("rates of this GPU", script=f"{RATES} {SHAPE} {LARGE_LAYER} {MIDDLE} --bf16"),
     Case("B and W separate: time", script=f"{MEASURE} split"),
     Case("every schedule of one rank", script=f"{MEASURE} schedules"),
-    Case("CUDA graphs: bits and time", script=f"{MEASURE} graphs", devices=GPU),
+    on_gpu("CUDA graphs: bits and time", script=f"{MEASURE} graphs"),
     Case("one layer a stage: the device waits for the host", script=f"{MEASURE} host"),
     # Each precision against the next wider one. Small models lose little by rounding.
     Case("float32"),
-    Case("float32 on the CPU", "--distributed-backend gloo", "float32", 1e-4, devices=GPU),
+    on_gpu("float32 on the CPU", "--distributed-backend gloo", "float32", 1e-4),
     Case("bf16", "--bf16", "float32", 2e-2),
     Case("bf16, fused loss", "--bf16 --cross-entropy-loss-fusion", "bf16", 1e-2),
     Case("fp16, loss scaling", "--fp16 --initial-loss-scale 1024", "float32", 2e-2),
     Case("FP8, delayed", f"{FP8} delayed", "bf16", 2e-2),
-    Case("FP8, tensorwise", f"{FP8} tensorwise {EXACT}", "bf16", 2e-2, devices=GPU),
-    Case(
+    on_gpu("FP8, tensorwise", f"{FP8} tensorwise {EXACT}", "bf16", 2e-2),
+    on_gpu(
         "FP8, tensorwise, on the CPU",
         f"{FP8} tensorwise --distributed-backend gloo",
         "FP8, tensorwise",
         5e-3,
-        devices=GPU,
     ),
-    Case(
+    on_gpu(
         "FP8, tensorwise, zb-h1",
         f"{FP8} tensorwise {EXACT} --pipeline-schedule zb-h1",
         "FP8, tensorwise",
-        devices=GPU,
     ),
-    Case("FP8, blockwise", f"{FP8} blockwise", "bf16", 2e-2, devices=GPU),
+    on_gpu("FP8, blockwise", f"{FP8} blockwise", "bf16", 2e-2),
     # One rank: the order of passes, graphs, recomputation and a restart change no bit.
     Case("deterministic", EXACT, "float32", 1e-4),
     Case("deterministic, again", EXACT, "deterministic"),
     Case("zb-h1: B and W separate", f"{EXACT} --pipeline-schedule zb-h1", "deterministic"),
-    Case("CUDA graphs", f"{EXACT} {GRAPHS}", "deterministic", devices=GPU),
-    Case("CUDA graphs, dualpipe-v, full recompute", f"{V} {GRAPHS}", "deterministic", devices=GPU),
+    on_gpu("CUDA graphs", f"{EXACT} {GRAPHS}", "deterministic"),
+    on_gpu("CUDA graphs, dualpipe-v, full recompute", f"{V} {GRAPHS}", "deterministic"),
     Case(
         "dualpipe-v, full recompute, saves",
         f"{V} --save {SAVED} --save-interval 3",
@@ -198,128 +193,63 @@ CASES = (
         "dropout",
     ),
     Case("window", "--window-size 7,0"),
-    Case(
-        "window on the CPU",
-        "--window-size 7,0 --distributed-backend gloo",
-        "window",
-        1e-4,
-        devices=GPU,
-    ),
-    Case("compiled layers", "--compile", "float32", 1e-4, devices=GPU, seconds=240),
+    on_gpu("window on the CPU", "--window-size 7,0 --distributed-backend gloo", "window", 1e-4),
+    on_gpu("compiled layers", "--compile", "float32", 1e-4, seconds=240),
     # Memory by the plan, and speed, of models that fill a device.
-    Case("124M bf16: memory", GPT2_124M, memory=0.25, devices=GPU),
-    Case(
-        "124M bf16, fused loss: memory",
-        f"{GPT2_124M} --cross-entropy-loss-fusion",
-        memory=0.25,
-        devices=GPU,
+    on_gpu("124M bf16: memory", GPT2_124M, memory=0.25),
+    on_gpu(
+        "124M bf16, fused loss: memory", f"{GPT2_124M} --cross-entropy-loss-fusion", memory=0.25
     ),
-    Case(
-        "124M bf16, zb-h1",
-        f"{GPT2_124M} --pipeline-schedule zb-h1",
-        "124M bf16: memory",
-        1e-2,
-        devices=GPU,
-    ),
-    Case("350M bf16", GPT3_350M, memory=0.25, devices=GPU),
-    Case(
-        "350M bf16, compiled layers",
-        f"{GPT3_350M} --compile",
-        "350M bf16",
-        1e-2,
-        devices=GPU,
-        seconds=240,
-    ),
-    Case("1.3B bf16", GPT3_1_3B, memory=0.25, mfu=0.5, devices=GPU),
-    Case(
-        "1.3B bf16, compiled layers",
-        f"{GPT3_1_3B} --compile",
-        "1.3B bf16",
-        1e-2,
-        devices=GPU,
-        seconds=240,
-    ),
-    Case("1.3B FP8, tensorwise", f"{GPT3_1_3B} {FP8} tensorwise", "1.3B bf16", 2e-2, devices=GPU),
+    on_gpu("124M bf16, zb-h1", f"{GPT2_124M} --pipeline-schedule zb-h1", "124M bf16: memory", 1e-2),
+    on_gpu("350M bf16", GPT3_350M, memory=0.25),
+    on_gpu("350M bf16, compiled layers", f"{GPT3_350M} --compile", "350M bf16", 1e-2, seconds=240),
+    on_gpu("1.3B bf16", GPT3_1_3B, memory=0.25, mfu=0.5),
+    on_gpu("1.3B bf16, compiled layers", f"{GPT3_1_3B} --compile", "1.3B bf16", 1e-2, seconds=240),
+    on_gpu("1.3B FP8, tensorwise", f"{GPT3_1_3B} {FP8} tensorwise", "1.3B bf16", 2e-2),
     # Other programs and libraries.
-    Case(
-        "124M against nanoGPT",
-        script=f"{NANOGPT} --size 124m",
-        needs="nanogpt",
-        devices=GPU,
-        seconds=240,
-    ),
-    Case(
-        "350M against nanoGPT",
-        script=f"{NANOGPT} --size 350m",
-        needs="nanogpt",
-        devices=GPU,
-        seconds=240,
-    ),
-    Case(
-        "Transformer Engine", f"--bf16 {TE}", "bf16", 2e-2, needs="transformer_engine", devices=GPU
-    ),
-    Case(
+    on_gpu("124M against nanoGPT", script=f"{NANOGPT} --size 124m", needs="nanogpt", seconds=240),
+    on_gpu("350M against nanoGPT", script=f"{NANOGPT} --size 350m", needs="nanogpt", seconds=240),
+    on_gpu("Transformer Engine", f"--bf16 {TE}", "bf16", 2e-2, needs="transformer_engine"),
+    on_gpu(
         "1.3B, Transformer Engine",
         f"{GPT3_1_3B} {TE}",
         "1.3B bf16",
         1e-2,
         needs="transformer_engine",
-        devices=GPU,
     ),
-    Case(
+    on_gpu(
         "1.3B FP8, Transformer Engine",
         f"{GPT3_1_3B} {FP8} tensorwise {TE}",
         "1.3B bf16",
         2e-2,
         needs="transformer_engine",
-        devices=GPU,
     ),
     # Pipelines: the way of a message changes no bit.
     Case("pp 2: plain messages", PP2, "deterministic", ranks=2),
     Case("pp 2: batched messages", f"{PP2} {BATCHED}", "deterministic", ranks=2),
     Case("pp 2: ring", f"{PP2} --use-ring-exchange-p2p", "deterministic", ranks=2),
-    Case(
-        "pp 2: CUDA graphs",
-        f"{PP2} {GRAPHS} --pipeline-schedule zb-h1",
-        "deterministic",
-        ranks=2,
-        devices=GPU,
+    on_gpu(
+        "pp 2: CUDA graphs", f"{PP2} {GRAPHS} --pipeline-schedule zb-h1", "deterministic", ranks=2
     ),
     Case("pp 2: zb-v", f"{PP2} --pipeline-schedule zb-v --num-layers 4", ranks=2),
     # Sums over ranks have another order, so these are equal up to rounding.
     Case("tp 2, sequence parallel", TP2, "float32", 1e-4, ranks=2),
-    Case("tp 2: 1.3B", f"{GPT3_1_3B} {TP2}", "1.3B bf16", 1e-2, ranks=2, devices=GPU),
-    Case(
-        "tp 2: 1.3B, in pieces",
-        f"{GPT3_1_3B} {TP2} --tp-comm-overlap",
-        "1.3B bf16",
-        1e-2,
-        ranks=2,
-        devices=GPU,
+    on_gpu("tp 2: 1.3B", f"{GPT3_1_3B} {TP2}", "1.3B bf16", 1e-2, ranks=2),
+    on_gpu(
+        "tp 2: 1.3B, in pieces", f"{GPT3_1_3B} {TP2} --tp-comm-overlap", "1.3B bf16", 1e-2, ranks=2
     ),
     Case("dp 2: ZeRO-1", "--use-distributed-optimizer", "float32", 1e-4, ranks=2),
-    Case("dp 2: FP8", ZERO_FP8, "bf16", 2e-2, ranks=2, devices=GPU),
-    Case(
-        "dp 2: FP8, weights gathered as FP8",
-        f"{ZERO_FP8} --fp8-param-gather",
-        "dp 2: FP8",
-        ranks=2,
-        devices=GPU,
+    on_gpu("dp 2: FP8", ZERO_FP8, "bf16", 2e-2, ranks=2),
+    on_gpu(
+        "dp 2: FP8, weights gathered as FP8", f"{ZERO_FP8} --fp8-param-gather", "dp 2: FP8", ranks=2
     ),
     # Eight ranks, whose pipelines need a deeper model.
     Case("16 layers", DEEP),
     Case("pp 8: 1f1b", f"{PP8} 1f1b", "16 layers", ranks=8),
     Case("pp 8: zb-v", f"{PP8} zb-v", "16 layers", ranks=8),
     Case("pp 8: dualpipe", f"{PP8} dualpipe", "16 layers", 1e-4, ranks=8),
-    Case("pp 8: 1.7B, plain messages", WIDE, ranks=8, devices=GPU),
-    Case(
-        "pp 8: 1.7B, batched",
-        f"{WIDE} {BATCHED}",
-        "pp 8: 1.7B, plain messages",
-        1e-2,
-        ranks=8,
-        devices=GPU,
-    ),
+    on_gpu("pp 8: 1.7B, plain messages", WIDE, ranks=8),
+    on_gpu("pp 8: 1.7B, batched", f"{WIDE} {BATCHED}", "pp 8: 1.7B, plain messages", 1e-2, ranks=8),
     Case(
         "tp 2, pp 2, dp 2, all overlaps",
         f"{GRID} --sequence-parallel --tp-comm-overlap {OVERLAPS}",
