@@ -69,6 +69,11 @@ class BatchConfig:
         assert self.micro_batch_size is not None
         return self.micro_batch_size
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens per microbatch."""
+        return self.sequence * self.micro_batch
+
 
 @dataclass(frozen=True)
 class BatchSizes:

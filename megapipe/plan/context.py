@@ -74,7 +74,7 @@ def context_line(plan: Plan, config: Config) -> str:
     if ranks == 1:
         return ""
     tp = par.tensor_model_parallel_size
-    tokens = config.batch.sequence * config.batch.micro_batch
+    tokens = config.batch.tokens
     element = config.precision.element_bytes
     forth, back = context_bytes(model, tokens, ranks=ranks, tp=tp, element_bytes=element)
     of_tensors = tensor_bytes(model, tokens // ranks, ranks=tp, element_bytes=element)
@@ -142,7 +142,7 @@ def expert_line(plan: Plan, config: Config) -> str:
     model = config.model
     if not model.has_experts or _as_an_mlp(par):
         return ""
-    tokens = config.batch.sequence * config.batch.micro_batch
+    tokens = config.batch.tokens
     element = config.precision.element_bytes
     forth, back, once = expert_bytes(model, par, tokens, element_bytes=element)
     replicas = config.expert_replicas

@@ -140,7 +140,7 @@ def _of(config: Config, _: Schedule | None, made: Schedule | None) -> Graphs | N
     # The number of graphs follows from the finished table.
     if made is None or config.parallel.cuda_graph_impl == "none" or why_not(config, made):
         return None
-    tokens = config.batch.sequence * config.batch.micro_batch
+    tokens = config.batch.tokens
     return Graphs(float(tokens * config.model.hidden * config.precision.element_bytes))
 
 

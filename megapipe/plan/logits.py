@@ -27,7 +27,7 @@ def most_kept(config: Config, plan: Plan, memory: float | None) -> int:
     """
     model = config.model
     place = plan.schedule.placement
-    tokens = config.batch.sequence * config.batch.micro_batch
+    tokens = config.batch.tokens
     tokens //= config.parallel.context_parallel_size
     vocab = model.padded_vocab_size or 0
     logits = tokens * vocab // config.parallel.tensor_model_parallel_size

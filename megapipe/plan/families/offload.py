@@ -81,7 +81,7 @@ class Copies(OfPlan):
         shared = par.context_parallel_size
         if model.sequence_parallel:
             shared *= par.tensor_model_parallel_size
-        tokens = config.batch.sequence * config.batch.micro_batch / shared
+        tokens = config.batch.tokens / shared
         return cls(
             flag,
             share=par.activation_offload_fraction,

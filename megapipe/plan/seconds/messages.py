@@ -96,7 +96,7 @@ def by_cause(
     model = config.model
     t = config.parallel.tensor_model_parallel_size
     c = config.parallel.context_parallel_size
-    tokens = config.batch.sequence * config.batch.micro_batch
+    tokens = config.batch.tokens
     element = config.precision.element_bytes
     found = {TENSOR: (0.0, 0.0), CONTEXT: (0.0, 0.0), EXPERTS: (0.0, 0.0)}
     if t > 1:
@@ -165,7 +165,7 @@ def _stage_extent(config: Config) -> int:
 def _message(plan: Plan, config: Config, device: Device) -> float:
     """Return the seconds of a message between two stages: hidden states or their gradient."""
     model = config.model
-    tokens = config.batch.sequence * config.batch.micro_batch
+    tokens = config.batch.tokens
     # With sequence parallelism each tensor-parallel rank sends its own part of the sequence.
     split = 1
     if model.sequence_parallel:
