@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.model.mla import HEADS
-from megapipe.config.notes import ABOVE_0, MUST, at_least, demands, excludes, of_no_layer
+from megapipe.config.notes import ABOVE_0, FROM_0, FROM_1, MUST, demands, excludes, of_no_layer
 
 UNROTATED = of_no_layer(
     lambda m: m.rotates or m.multi_latent_attention,
@@ -54,13 +54,13 @@ class AttentionConfig:
     attention_output_gate: Annotated[bool, MUST, HEADS] = False
     """Multiply the output of attention by the sigmoid of a gate, which the QKV projection makes
     too, as Qwen3-Next."""
-    attention_chunk_size: Annotated[int | None, at_least(1), MUST] = None
+    attention_chunk_size: Annotated[int | None, FROM_1, MUST] = None
     """Cut each sequence, or each document that attention stays in, in chunks of this length; a
     token attends to its own chunk alone, as in layers of Llama 4. Not in Megatron-LM."""
-    attention_temperature_beta: Annotated[float, at_least(0), MUST, UNROTATED] = 0.0
+    attention_temperature_beta: Annotated[float, FROM_0, MUST, UNROTATED] = 0.0
     """Multiply queries of layers without rotation by 1 + beta ln(1 + floor((position + 1) / n)),
     as Llama 4. --attention-temperature-length is n. Not in Megatron-LM."""
-    attention_temperature_length: Annotated[int, at_least(1), MUST, UNROTATED, TEMPERED] = 8192
+    attention_temperature_length: Annotated[int, FROM_1, MUST, UNROTATED, TEMPERED] = 8192
     """The number of tokens before such queries grow. Not in Megatron-LM."""
     final_logit_softcapping: Annotated[float | None, ABOVE_0, MUST] = None
     """Cap the logits to c tanh(logit / c) with this c, as Gemma 2. Not in Megatron-LM."""

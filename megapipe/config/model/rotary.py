@@ -55,7 +55,7 @@ class LongRopeConfig:
 class RotaryConfig:
     """Settings that stretch rotary positions to longer sequences, such as yarn's."""
 
-    rope_scaling_high_freq_factor: Annotated[float, at_least(1), MUST, SCALED] = 4.0
+    rope_scaling_high_freq_factor: Annotated[float, FROM_1, MUST, SCALED] = 4.0
     """--use-rope-scaling leaves pairs of channels that turn more often than this in 8192 tokens.
     Llama 4 Scout has 1. Not in Megatron-LM."""
     rotary_proportional: Annotated[bool, MUST, ROTATED_HEADS] = False
