@@ -198,7 +198,7 @@ def clear(root: Path) -> list[str]:
 
     Args:
         root: the folder of --save.
-    Returns: the names of the removed ones.
+    Returns: the names of the removed files and folders.
     """
     found = sorted(root.glob("iter_*.tmp-*"))
     for left in found:
@@ -237,7 +237,7 @@ def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:
     Args:
         folder: the temporary folder from `begin`, with all files of the checkpoint.
         iteration: the checkpoint's iteration.
-        files: name -> digest of each file in the folder, as the manifest will list them.
+        files: {name: digest} of each file in the folder, as the manifest will list them.
     """
     root = folder.parent
     final = folder_of(root, iteration)
@@ -332,7 +332,7 @@ def verify(folder: Path, files: dict[str, Digest], names: Iterable[str]) -> None
     """Compare files of a checkpoint with its manifest. Raises: Damaged, with all that differ.
 
     Args:
-        files: name -> digest of every file, from the manifest.
+        files: {name: digest} of every file, from the manifest.
         names: the files to compare; each rank may compare some of the files.
     """
     problems = []

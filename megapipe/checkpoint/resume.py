@@ -83,11 +83,11 @@ def changed_settings(
 
     Args:
         saved: the configuration as it was saved. A field that is missing there is not compared.
-            Nothing is compared if it has no seq_length, as it has not trained yet.
+            Nothing is compared if the configuration has no seq_length, as nothing was trained yet.
         contents: {name: digest} of data and tokenizer files, as saved; None if none was saved.
         config: the flags of this run.
         here: the same digests of this run. Digests are compared only if neither argument is None.
-    Returns: name of the setting -> a text with both values.
+    Returns: {name of the setting: a text with both values}.
     """
     changed: dict[str, str] = {}
     fields = saved_fields(saved)
@@ -162,7 +162,7 @@ def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dic
         saved: the settings of the run that saved, by name.
         theirs: the number of data-parallel replicas of that run.
         config: the flags of this run.
-    Returns: name of the setting -> a text with both values.
+    Returns: {name of the setting: a text with both values}.
     """
     changed: dict[str, str] = {}
     model = config.model
@@ -198,7 +198,7 @@ def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str
     A name in --override-on-load that is no setting gives an error, too.
 
     Args:
-        changed: name of a setting -> a text with both values, from `changed_settings`.
+        changed: {name of a setting: a text with both values}, from `changed_settings`.
         config: the flags of this run.
         folder: the checkpoint's name.
     """

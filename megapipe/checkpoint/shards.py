@@ -109,7 +109,7 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
     Args:
         folder: the checkpoint, for the error.
         written: names of the files that ranks have written.
-        files: name -> digest of the files that were read back.
+        files: {name: digest} of the files that were read back.
     """
     lacking = [name for name in written if name not in files]
     if lacking:
@@ -204,7 +204,7 @@ def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> No
 
     Args:
         folder: the checkpoint.
-        needed: key -> full shape and dtype of the tensor, from `facts_of`.
+        needed: {key: text with full shape and dtype of the tensor}.
         with_optimizer: optimizer state is needed too.
     Raises: CheckpointError if they differ. torch itself would convert a dtype, and skip a key.
     """

@@ -160,7 +160,7 @@ def _latent(model: ModelConfig) -> Iterator[str]:
 def offload_problems(config: Config) -> Iterator[str]:
     """Yield problems of --offload-modules.
 
-    A named module is a problem if the model does not have it, or if offloading it frees no memory.
+    A named module is a problem if the model lacks it, or if offloading it frees no memory.
     """
     model = config.model
     modules = config.parallel.offload_modules
@@ -214,7 +214,7 @@ def recompute_problems(config: Config) -> Iterator[str]:
 def override_problems(config: Config) -> Iterator[str]:
     """Yield the problems of layers that --per-layer-overrides changes.
 
-    If several equal layers have a problem, it is reported for the first of them.
+    If several equal layers have a problem, only the first of these layers is reported.
     """
     model = config.model
     if model.per_layer_overrides is None or model.num_layers is None:

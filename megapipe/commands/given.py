@@ -19,7 +19,7 @@ from megapipe.schedule.families.step.asked import StepPasses
 
 
 def count(text: str) -> int:
-    """Return the integer in a flag's value; refuse one below 1 or another text."""
+    """Return the integer in a flag's value; refuse a number below 1, and any other text."""
     # isdecimal() leaves out signs, blanks and underscores, which int() takes.
     if not text.isdecimal() or int(text) < 1:
         raise ScheduleError(f"a whole number of at least 1 is needed, got {text!r}")
@@ -45,7 +45,7 @@ def schedule(text: str) -> str:
 
 
 def positive(text: str, most: float = MOST) -> float:
-    """Return the number in a flag's value; refuse one that is not above 0.
+    """Return the number in a flag's value; refuse a number that is not above 0.
 
     Args:
         most: the largest number that is accepted.
@@ -57,7 +57,7 @@ def positive(text: str, most: float = MOST) -> float:
 
 
 def share(text: str) -> float:
-    """Return the number in a flag's value; refuse one outside of 0 <= x < 1."""
+    """Return the number in a flag's value; refuse a number outside of 0 <= x < 1."""
     numbers = _numbers(text)
     if len(numbers) != 1 or numbers[0] >= 1:
         raise ScheduleError(f"a number from 0 to below 1 is needed, got {text!r}")

@@ -188,7 +188,7 @@ def _write_figure(shown: Schedule, figure: Files, args: Namespace) -> None:
 
 
 def run_compare(args: Namespace) -> int:
-    """Compare schedules at every size and costs that the flags list. Return 0."""
+    """Compare schedules at every size and costs that the flags list. Return the exit status 0."""
     _refuse_outputs(args, "csv", "svg", "png", "pdf")
     svg = args.svg and str(args.svg)
     figure = Files(svg, args.png, args.pdf, args.width)

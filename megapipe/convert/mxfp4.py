@@ -25,7 +25,7 @@ def is_mxfp4(content: Mapping[str, Any]) -> bool:
 
 
 class Mxfp4Tensors(SavedTensors):
-    """The tensors of a folder, with those in mxfp4 as bfloat16 under the names without _blocks.
+    """The tensors of a folder. Tensors in mxfp4 are read as bfloat16.
 
     A tensor NAME of shape [E, in, out] stands in the files as NAME_blocks [E, out, in / 32, 16],
     two numbers in each byte, and NAME_scales [E, out, in / 32].

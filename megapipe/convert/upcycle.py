@@ -40,7 +40,7 @@ def refuse_upcycling(folder: Path, config: Config) -> None:
     Args:
         folder: iter_NNNNNNN.
         config: configuration of the run that begins, with experts.
-    Raises: CheckpointError if it is not.
+    Raises: CheckpointError for a checkpoint of another model.
     """
     saved = saved_config(folder)
     if saved.model.has_experts:

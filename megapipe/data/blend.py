@@ -24,7 +24,7 @@ class BlendedDataset:
     """A blend: item i is item index[i] of dataset choice[i].
 
     Attributes:
-        datasets: at most 32,767 of them.
+        datasets: at most 32,767 datasets.
         choice: [N] the dataset of each item.
         index: [N] the position of each item in its dataset.
     """

@@ -71,10 +71,10 @@ def write_complete(path: str | os.PathLike[str], content: str | bytes) -> None:
 def file_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Iterator[str]:
     """Yield a problem for each output path that cannot be a file.
 
-    Call it before the work whose result goes there.
+    Call this before the work whose result goes to the paths.
 
     Args:
-        outputs: the path of each output, by its flag; None for a flag that is not given.
+        outputs: {flag: path of the output}; None for a flag that is not given.
     """
     for flag, path in outputs.items():
         if path is None:
@@ -89,7 +89,7 @@ def folder_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Ite
     """Yield a problem for each output path that cannot be a folder.
 
     Args:
-        outputs: the path of each output, by its flag; None for a flag that is not given.
+        outputs: {flag: path of the output}; None for a flag that is not given.
     """
     for flag, path in outputs.items():
         if path is None:

@@ -146,7 +146,7 @@ def refuse_cut_off(files: Mapping[str, tuple[int, int]]) -> None:
 
 
 def _sizes(paths: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return (inode, bytes) of the files that exist, by path.
+    """Return {path: (inode, bytes)} of the files that exist.
 
     Args:
         paths: the files to look for.

@@ -147,7 +147,7 @@ def _text(raw: RawDocument, record: dict[str, object], key: str) -> str:
 
     Args:
         raw: the document, for the error.
-        record: the JSON object of its line.
+        record: the JSON object of the document's line.
         key: the name of the text.
     Raises: DataError if the key is missing or its value cannot be encoded.
     """

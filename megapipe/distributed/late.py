@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Late(Generic[T]):
     """A result, equal on all ranks, that the device is still computing.
 
-    Calling it waits for the result and returns it.
+    Call the object to wait for the result and get it.
 
     Attributes:
         tensor: returns the numbers in float64 on the device, without waiting for them.

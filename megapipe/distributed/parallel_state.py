@@ -242,7 +242,7 @@ def get_expert_data_parallel_rank(
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Return the first global rank of the data-parallel group; with_context_parallel adds cp."""
+    """Return the first global rank of the data-parallel group, or with cp of both axes."""
     return _data(with_context_parallel).ranks[0]
 
 

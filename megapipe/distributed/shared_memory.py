@@ -73,8 +73,9 @@ class SharedMemory:
 
     Args:
         rank: position in the group.
-        gather: takes this rank's value and returns every rank's, in rank order; a collective.
-        position: position.limit_s is the timeout, in seconds, of a wait for another rank.
+        gather: takes this rank's value, and returns the values of all ranks in rank order; a
+            collective.
+        position: position.limit_s is the timeout of a wait for another rank, in seconds.
         name: name of the group for errors.
     """
 
@@ -278,7 +279,7 @@ class Started:
     """An exchange that has been started.
 
     Attributes:
-        wait: waits until it is over; call it once.
+        wait: waits until the exchange is over; call it once.
     """
 
     wait: Callable[[], None]

@@ -173,7 +173,7 @@ class Documents:
     def first_seen(self, position: int) -> int:
         """Return the position at which the document with the token at `position` begins.
 
-        If the sequences have different documents there, it is the smallest of these positions.
+        If the sequences have different documents there, the smallest such position is returned.
         """
         return min(begins[bisect_right(begins, position) - 1] for begins in self._begins)
 

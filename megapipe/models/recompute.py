@@ -148,7 +148,7 @@ class _Again(NamedTuple):
     """A saved view of a result that is computed again from x.
 
     Attributes:
-        x: the input, as the surrounding hooks have packed it.
+        x: the input, packed by the saved-tensor hooks around this one.
         view: size, stride and storage offset of the view.
     """
 

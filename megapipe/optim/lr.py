@@ -71,7 +71,7 @@ class WeightDecay:
 
     @staticmethod
     def loaded(saved: float | list[Any]) -> WeightDecay:
-        """Return the decay that `saved` converted."""
+        """Return the decay from its JSON value in a checkpoint, the inverse of `saved`."""
         return WeightDecay(*saved) if isinstance(saved, list) else WeightDecay(saved, saved)
 
 

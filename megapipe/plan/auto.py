@@ -55,7 +55,7 @@ class Judge:
         Args:
             counts: layers of each stage.
         Returns: (bytes by which the fullest rank exceeds the limit, else 0; makespan; unevenness).
-            Unevenness is the sum of the squares of `loads`.
+            Unevenness is the sum of the squares of the ranks' times.
         """
         costs = self.price(self.pieces.costs(counts))
         clock = run_clock(self.schedule, costs)

@@ -229,7 +229,7 @@ class Costs(FamilyCosts, CoreCosts):
                 self.by_stage(name, placement)
 
     def memory(self, placement: Placement) -> Memory:
-        """Return the memory that F leaves on each stage, until B and until W."""
+        """Return, for each stage, the memory that a forward keeps until its B and until its W."""
         return Memory(self.by_stage("mem_b", placement), self.by_stage("mem_w", placement))
 
     def held_by_rank(self, placement: Placement) -> list[float]:

@@ -55,7 +55,7 @@ class Terms(Protocol):
     """
 
     def costs(self, table: Schedule) -> Costs:
-        """Return the costs of the table's stages."""
+        """Return the costs of the passes of the table's stages."""
         ...
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:

@@ -160,7 +160,7 @@ class Recipe:
         return self.around(built.table, costs)
 
     def around(self, table: Schedule, costs: Costs = UNIT) -> Schedule:
-        """Return `table` with the passes of `step` and `replicas`, which run once per step."""
+        """Return `table` with the passes that run once per step, by `step` and `replicas`."""
         table = self.step.around(table, costs)
         return with_replicas(table) if self.replicas else table
 

@@ -57,7 +57,7 @@ def saves(module: str, *tensors: Tensor) -> None:
 
 
 def saver(storage: int) -> str:
-    """Return the module's name of a saved tensor; "" where no function of `named` is running.
+    """Return the name of the module that saves a tensor for backward; "" if it has none.
 
     Args:
         storage: the address of the tensor's storage.

@@ -147,8 +147,8 @@ def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
 def _graphs(report: Reporter, plan: Plan) -> Graphs | None:
     """Return the CUDA graphs of this rank's stages, or None.
 
-    There are graphs if --cuda-graph-impl asks for them and the device and schedule allow them. A
-    line on that is printed if the flag is given.
+    There are graphs if --cuda-graph-impl asks for them and the device and schedule allow them. If
+    the flag is given, a line says whether there are graphs.
 
     Args:
         report: prints on one rank.

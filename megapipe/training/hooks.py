@@ -27,7 +27,7 @@ class Callback:
     """
 
     def before_step(self, run: Run) -> None:
-        """Act before a step; run.progress.iteration steps are done."""
+        """Act before a step. run.progress.iteration is the number of steps so far."""
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Act after a step. The weights are updated, unless result.skipped."""
@@ -53,7 +53,8 @@ class Hooks:
 
     Attributes:
         groups: selects parameters with a learning rate or weight decay of their own.
-        lr: (samples that the run has advanced by) -> learning rate; None for --lr and its curve.
+        lr: returns the learning rate after a number of samples; None for --lr and the flags of a
+            curve.
         callbacks: called in this order.
         reads_on: given the layers of a stage, returns whether it gets batches. Stages with
             embedding or loss always do. On all other stages the data_iterator of forward_step is

@@ -190,7 +190,7 @@ class Saving:
     def _say(self, n: int, removed: Sequence[int]) -> None:
         """Print that the checkpoint of iteration n is complete.
 
-        removed: iterations whose checkpoints were removed for it.
+        removed: iterations whose checkpoints were removed afterwards.
         """
         flags = self._run.config.checkpoint
         self._run.say(f"  successfully saved checkpoint from iteration {n:7d} to {flags.save}")

@@ -304,7 +304,7 @@ def _name(pid: int) -> str:
 
 
 def _words(pid: int, file: str) -> list[str]:
-    """Return the words of the file /proc/PID/FILE; none if the process `pid` has ended.
+    """Return the words of the file /proc/PID/FILE; [] if the process `pid` has ended.
 
     Args:
         file: environ or cmdline. In both, words are separated by zero bytes.
@@ -349,7 +349,7 @@ def difference(a: Path, b: Path) -> tuple[int, list[str]]:
 
 
 def _tensors(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the tensors of a checkpoint, by (name of the file, name of the tensor)."""
+    """Return {(name of the file, name of the tensor): tensor} of a checkpoint."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

@@ -98,7 +98,7 @@ def flags_of_run(files: Mapping[str, Path], theirs: Sequence[str]) -> list[str]:
     Without --load the training loads from its --save, and so continues an earlier one.
 
     Args:
-        files: flag -> the path that the quickstart gives it, such as --save -> its checkpoints.
+        files: {flag: path that the quickstart gives it}, such as {"--save": folder of checkpoints}.
         theirs: the user's flags.
     """
     ours = [word for flag, path in files.items() for word in (flag, str(path))]

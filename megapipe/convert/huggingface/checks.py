@@ -101,8 +101,8 @@ def check_names(
         name: the name of the checkpoint, for the error.
         needed: {name: shape} of each tensor of the model.
         there: {name: shape} of each tensor of the checkpoint.
-        forms: needed shape -> the shapes that the tensor may have in the checkpoint. Default: only
-            the needed shape itself.
+        forms: takes a needed shape, and returns the shapes that the tensor may have in the
+            checkpoint. Default: only the needed shape itself.
     Raises: CheckpointError with every tensor that is missing, left over or of another shape.
     """
     missing = [key for key in needed if key not in there]

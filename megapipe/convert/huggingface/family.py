@@ -57,7 +57,7 @@ class Family:
     Attributes:
         architecture: the class of transformers, as config.json names it.
         what: how the family differs from others, for `megapipe convert --list`.
-        keys: key of config.json -> its Meaning. A Meaning may read further keys.
+        keys: {key of config.json: its Meaning}. A Meaning may read further keys.
         always: fields of ModelConfig that all models of the family have. A key may set them, too.
         names: megapipe's module or tensor -> a Layout with Hugging Face's names and an operation.
         layer: the prefix of Hugging Face's names within a layer.

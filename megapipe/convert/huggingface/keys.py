@@ -62,7 +62,7 @@ class Meaning:
         return {key: self.default}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
-        """Return the fields of ModelConfig that the keys mean, by name.
+        """Return {field of ModelConfig: value} for the keys.
 
         Args:
             key: the key's name.
@@ -99,7 +99,7 @@ class Same(Meaning):
         default: the value that transformers assumes for a missing key; NEEDED if it must be there.
         null: returns the value that null stands for, given the whole config.json. Default: null is
             None.
-        unset: the key's value where the field is None.
+        unset: the value of the key if the field is None.
         only: the values that can be converted. Default: all.
     """
 

@@ -93,7 +93,7 @@ def window_of(n: int | None) -> str | None:
     """Return the value of --window-size for a window of n tokens; None for no window.
 
     Args:
-        n: tokens that a query attends to, its own included; None for all earlier ones.
+        n: tokens that a query attends to, the query's own included; None for all earlier tokens.
     """
     return None if n is None else f"{n - 1},0"
 

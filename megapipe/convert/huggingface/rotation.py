@@ -97,7 +97,7 @@ class Rotation(Meaning):
         return fields | {"rotary_base": float(base)} | self.stretched(kind, rope, problems)
 
     def settings(self, content: Json) -> Fields:
-        """Return the settings of the rotation by the names that rope_parameters has for them.
+        """Return {name in rope_parameters: value} of the rotation's settings.
 
         Args:
             content: the whole config.json, whose older keys are considered.
@@ -162,7 +162,7 @@ class Rotation(Meaning):
         return {key: rope, **older, "rope_scaling": rope if scaled else None}
 
     def stretch(self, model: ModelConfig) -> Fields:
-        """Return the entries of rope_parameters for stretched frequencies; none for plain ones."""
+        """Return the entries of rope_parameters for stretched frequencies; {} for plain ones."""
         if model.position_embedding_type == "yarn":
             return _yarn_settings(model)
         if model.rotary_seq_len_interpolation_factor != 1:

@@ -118,7 +118,7 @@ def expected(content: Mapping[str, Any], expect: Mapping[str, tuple[Any, ...]]) 
 
     Args:
         content: the config.json.
-        expect: key -> the values that can be converted.
+        expect: {key: values that can be converted}.
     """
     for key, allowed in expect.items():
         if key in content and content[key] not in allowed:

@@ -66,7 +66,7 @@ def write_tokenizer(config: Config, target: Path) -> str | None:
 
     Args:
         config: configuration of the training, with the flags of its tokenizer.
-    Returns: the reason why they are not written; None if they are.
+    Returns: the reason why the files are not written; None if they are written.
     """
     data = config.data
     try:

@@ -100,7 +100,7 @@ def config_of(args: Args, name: str) -> Config:
     """Return the model, training and data flags of a Megatron-LM run.
 
     Args:
-        args: the arguments that its checkpoint holds, by name.
+        args: {name: value} of the arguments in the run's checkpoint.
         name: name of the checkpoint, for errors.
     Raises: CheckpointError with every argument that is missing or has an unsupported value.
     """

@@ -70,8 +70,8 @@ class DistributedTensors:
 
     Attributes:
         folder: the folder.
-        sizes: key -> the stored shape of the tensor.
-        objects: key without /shard_... at its end -> a stored object other than a tensor.
+        sizes: {key: stored shape of the tensor}.
+        objects: {key without /shard_... at its end: a stored object other than a tensor}.
         places: (kind, megapipe's name) -> (key, layer). The kind is exp_avg, exp_avg_sq, master for
             float32 main parameters, or "" for weights. All layers may share a key: the layer is
             then an index in the tensor's first dimension. Otherwise it is None.

@@ -314,7 +314,7 @@ class LegacyTensors:
         """Return (name, weight) of the parameters in an optimizer's group, in order of number.
 
         Args:
-            rank: the rank that saved it.
+            rank: the rank that saved the group.
             group: one of torch's param_groups, with Megatron-LM's settings of the group.
             decoupled: whether embedding and head have a group with a learning rate of their own.
         """
@@ -360,7 +360,7 @@ def _part(state: Mapping[str, Tensor], kind: str, start: int, stop: int) -> Tens
 
 
 def _files(folder: Path) -> dict[Rank, Path]:
-    """Return the file of each rank: (tensor-, pipeline-, expert-parallel rank) -> path.
+    """Return {(tensor-, pipeline-, expert-parallel rank): path of the rank's file}.
 
     The ranks are the numbers in the names of folders. A number that a name lacks is 0.
 

@@ -158,8 +158,8 @@ def stage_layouts(model: ModelConfig, span: LayerSpan) -> dict[str, Layout]:
 def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
     """Return the keys under which a layer's parameter is written to a `torch_dist` checkpoint.
 
-    A norm may have two, because Megatron-LM's own layers and Transformer Engine's look for it under
-    different keys.
+    A norm may have two keys, because Megatron-LM's own layers and Transformer Engine's look for it
+    under different ones.
 
     Args:
         name: megapipe's name within the layer.

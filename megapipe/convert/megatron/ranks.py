@@ -290,7 +290,7 @@ class _RankFile:
         """Return the state dict of an optimizer, in which parameters have numbers instead of names.
 
         Args:
-            state: kind -> Megatron-LM's name -> tensor, in module order. Kinds: exp_avg,
+            state: {kind: {Megatron-LM's name: tensor}}, in module order. Kinds: exp_avg,
                 exp_avg_sq, and master for 16-bit weights.
             of_experts: True for the optimizer of the experts, False for the one of all other
                 parameters, None if one optimizer has all parameters.

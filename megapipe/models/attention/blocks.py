@@ -80,7 +80,7 @@ class MaskSpec:
     def first_seen(self, token: int) -> int:
         """Return the first token that the query at position `token` attends to.
 
-        If the sequences have different documents there, it is the earliest of their first tokens.
+        If the sequences have different documents there, the result is the earliest first token.
         """
         first = 0
         if self.window is not None:
@@ -153,7 +153,7 @@ class MaskSpec:
     def slope(self, scores: Tensor) -> Tensor | None:
         """Return the derivative of the cap at these capped scores; None for plain ones.
 
-        With s = c tanh(x / c) it is ds/dx = 1 - (s / c)^2, and 0 where masked.
+        With s = c tanh(x / c), the derivative is ds/dx = 1 - (s / c)^2, and 0 where masked.
         """
         if self.cap is None:
             return None

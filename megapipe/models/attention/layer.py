@@ -351,7 +351,7 @@ def _by_window(q: Tensor, k: Tensor, v: Tensor, *, config: ModelConfig) -> Tenso
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, backend: str) -> Tensor:
     """Return the attention [b, heads, queries, d] by torch's scaled_dot_product_attention.
 
-    On a CPU without a mask it is `causal_attention`, unless a backend is named.
+    On a CPU without a mask, `causal_attention` computes it, unless a backend is named.
 
     Args:
         q: [b, heads, queries, d]. k, v: [b, groups, keys, d].

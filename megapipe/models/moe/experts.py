@@ -283,7 +283,7 @@ class Experts(nn.Module):
 
     Args:
         tp: tensor parallelism; it names the axes of the experts.
-        fp8: how operands are quantised, each expert's separately; None for no quantisation.
+        fp8: how the operands of each expert's products are quantised; None for no quantisation.
     """
 
     def __init__(self, config: ModelConfig, tp: Axis, fp8: Recipe | None = None) -> None:

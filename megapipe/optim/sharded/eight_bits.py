@@ -175,7 +175,10 @@ class InEightBits(FlatBuffers):
 
     Args:
         products: {name of a weight: its FP8 products}.
-        params, borrowed, live, given: as for FlatBuffers.
+        params: {name: parameter}.
+        borrowed: names of parameters that use another parameter's memory.
+        live: counts the bytes that are allocated and released within a step.
+        given: the other arguments of FlatBuffers.
     """
 
     def __init__(

@@ -75,8 +75,8 @@ class Gathers:
         """Release the weights of a stage, after the passes that a gather was made for.
 
         The schedule says which consecutive passes those are. Tied weights that another stage still
-        reads are kept, and all weights without `drops`. `chunk` is the position
-        of the stage on this rank.
+        reads are kept. If `drops` is False, nothing is released. `chunk` is the position of the
+        stage on this rank.
         """
         for other in self._needed[chunk]:
             self._users[other].discard(chunk)

@@ -285,7 +285,7 @@ class PairedStage:
     def _packed(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return the outputs as one message: one output unchanged, several flattened and joined.
 
-        Raises: ConfigError if their shapes are not those in `shapes`.
+        Raises: ConfigError if the outputs do not have the shapes in `shapes`.
         """
         found = [list(output.shape) for output in outputs]
         expected = list(map(list, self.shapes))
@@ -354,7 +354,7 @@ def paired_step(
 
     Args:
         mesh: this rank's mesh.
-        schedule: a table, or a name that `schedule.build` knows.
+        schedule: a table, or the name of a built-in schedule.
         modules: one per stage of this rank, in ascending stage order. A rank of DualPipe has two,
             one of each direction: there each stage is on two ranks, and their gradients are summed
             here.

@@ -346,8 +346,8 @@ def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:
     """Call a function for each tensor or shape of a list, and return the list of results.
 
     Args:
-        tensors: a list, or a single tensor or shape. If neither it nor `shapes` is a list, the
-            single result is returned.
+        tensors: a list, or a single tensor or shape. If neither `tensors` nor `shapes` is a list,
+            the single result is returned.
         call: the function.
         shapes: the second argument of the function: a list with one shape for each tensor, or one
             shape for all. None to call it with one argument.

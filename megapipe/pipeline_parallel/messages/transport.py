@@ -78,7 +78,8 @@ class Ahead(NamedTuple):
 class InFlight:
     """A tensor that is being sent or received.
 
-    `wait` returns it when that is done, and `is_over` says whether it is.
+    `wait` waits for the transfer and returns the tensor. `is_over` says whether the transfer is
+    over.
 
     Args:
         tensor: the tensor, or the buffer that receives it.

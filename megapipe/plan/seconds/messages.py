@@ -87,7 +87,7 @@ def of_layer(means: tuple[float, float], config: Config, device: Device) -> tupl
 def by_cause(
     means: tuple[float, float], config: Config, device: Device
 ) -> dict[str, tuple[float, float]]:
-    """Return (forward, backward) of TENSOR, CONTEXT and EXPERTS: a layer's waits for collectives.
+    """Return {TENSOR, CONTEXT or EXPERTS: (forward, backward)}, a layer's waits in seconds.
 
     Args:
         means: the seconds that a layer computes, (forward, backward), as means over the layers.

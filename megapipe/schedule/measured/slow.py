@@ -29,7 +29,7 @@ class Sample:
     """The measurements of one pipeline replica over some steps, in seconds.
 
     Attributes:
-        costs: the costs of its stages and links, from `measured.costs`.
+        costs: the measured costs of the replica's stages and links.
         ranks: global rank of each pipeline rank.
     """
 

@@ -191,9 +191,9 @@ def _without_storage(
 
 
 def _parts(module: nn.Module, tp: Axis) -> Parts:
-    """Return the shape of each parameter of a stage by name, over all tensor-parallel ranks.
+    """Return {name: shape} of each parameter of a stage, over all tensor-parallel ranks.
 
-    Each layer is in the dict too, by its name with an empty shape.
+    Each layer is in the dict too, with an empty shape.
 
     Args:
         module: the stage.

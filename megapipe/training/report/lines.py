@@ -117,7 +117,7 @@ def arguments(config: Config) -> str:
 def held_up_messages(config: Config, schedule: Schedule) -> str:
     """Return a warning that messages sent as one batch over NCCL delay passes.
 
-    The text is empty if they do not: if each rank has one stage, or no flag asks for batches.
+    The text is empty if each rank has one stage, or no flag asks for batches of messages.
     """
     mode = config.parallel.p2p_mode
     if mode == "plain" or schedule.placement.num_stages == len(schedule.ranks):

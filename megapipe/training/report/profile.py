@@ -26,7 +26,7 @@ def trace_path(log: LogConfig, rank: int) -> Path:
 
 
 class Profiler:
-    """Records the steps from --profile-step-start to --profile-step-end, the window.
+    """Records the steps from --profile-step-start to --profile-step-end, for the PyTorch profiler.
 
     `before` and `after` are called around each step, `close` at the end of the run. Does nothing on
     ranks that --profile-ranks leaves out.

@@ -72,7 +72,7 @@ class Timers:
     def add(self, watch: Stopwatch) -> None:
         """Count a step whose passes were all launched; the device has finished all earlier steps.
 
-        watch: the times of its passes.
+        watch: the times of the step's passes.
         """
         if self._names and watch.passes:
             self._close()
@@ -134,7 +134,7 @@ def text(times: Mapping[str, Sequence[float]], option: str) -> str:
     """Return Megatron-LM's lines of the timers, in ms.
 
     Args:
-        times: seconds of each rank, by name of the timer. A rank with 0 is left out.
+        times: {name of the timer: seconds of each rank}. A rank with 0 is left out.
         option: --timing-log-option: max, minmax or all.
     """
     lines = [_HEADS[option]]

@@ -144,7 +144,7 @@ class Update:
         Args:
             norm: the global gradient norm.
             totals: the sums of all ranks' losses.
-            refuses: called with the mean losses by name, if they are finite.
+            refuses: called with {name: mean loss}, if all are finite.
         """
         optimizer = self.optimizer
         guessed = self.backup is not None

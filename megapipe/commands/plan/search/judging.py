@@ -65,7 +65,7 @@ class Learned:
         return (*shared, tp, cp, ep, etp)
 
     def expected(self, x: Candidate) -> float:
-        """Return the seconds that a step of the plan will take at least, by similar plans."""
+        """Estimate the seconds of a plan's step from similar plans that were tried."""
         return max(x.least, x.work * self.ratios.get(self.key(x), 0.0))
 
     def note(self, x: Candidate, answer: Sketch | Out) -> None:

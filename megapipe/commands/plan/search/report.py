@@ -60,7 +60,7 @@ class Yours:
 
     Attributes:
         plan: None if a run refuses the flags, or no layout is among them.
-        refused: why a run refuses them; empty if it does not.
+        refused: why a run refuses the flags; "" if it does not.
         changes: lines on changes of one flag that shorten its step.
     """
 

@@ -54,8 +54,8 @@ class Out(NamedTuple):
     Attributes:
         reason: why, in words of the report.
         step: seconds that a step of the plan takes at least; None if nothing was simulated.
-        movable: whether it needs too much memory, but may fit if single activations are offloaded
-            or recomputed.
+        movable: whether the plan needs too much memory, but may fit if single activations are
+            offloaded or recomputed.
     """
 
     reason: str
