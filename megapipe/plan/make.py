@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import count
 
 from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError, ScheduleError
@@ -42,7 +43,7 @@ from megapipe.schedule import Costs, Placement, Schedule
 from megapipe.schedule.ingredients import Refused
 from megapipe.schedule.recipe import Recipe
 
-_ROUNDS = 4  # plans whose counts of recomputed microbatches are compared; most agree at once
+_ROUNDS = 4  # plans that count just what the table before them keeps; most settle sooner
 
 
 @lru_cache(maxsize=8)
@@ -170,25 +171,25 @@ def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Pl
     Which microbatches recompute depends on how many are in flight in the table. The table may
     depend on the costs of recomputation. So a first plan counts the microbatches in flight in
     `chain`, the next plan the ones in the first plan's table, until two plans agree. If they never
-    do, the last plan is returned.
+    do, a stage's number of microbatches that recompute nothing does not fall any more. The costs
+    then count at least the activations that the table keeps.
 
     Args:
         chain: the table as `_chain` returned it.
         make: takes a draft and returns its plan.
     """
     draft = _keeping(draft, chain)
-    plan = make(draft)
-    for _ in range(_ROUNDS):
-        again = _keeping(draft, plan.schedule)
-        if again.base.pieces.kept == draft.base.pieces.kept:
-            return plan
-        draft = again
+    for number in count(1):
         plan = make(draft)
-    last = _keeping(draft, plan.schedule).base.pieces
-    return replace(plan, pieces=last.further(plan.pieces.depths))
+        again = _keeping(draft, plan.schedule, falls=number <= _ROUNDS)
+        # The costs are those that made the table, so `schedules show` makes the same of them.
+        if again.base.pieces.kept == draft.base.pieces.kept:
+            break
+        draft = again
+    return plan
 
 
-def _keeping(draft: Draft, table: Schedule) -> Draft:
+def _keeping(draft: Draft, table: Schedule, *, falls: bool = True) -> Draft:
     """Return the draft with the number of microbatches that recompute nothing, for each stage.
 
     The number follows from --num-microbatches-with-partial-activation-checkpoints. Without that
@@ -196,6 +197,7 @@ def _keeping(draft: Draft, table: Schedule) -> Draft:
 
     Args:
         table: says how many microbatches are in flight on each stage.
+        falls: False leaves the draft's number of a stage if that is larger.
     """
     config = draft.config
     some = config.model.num_microbatches_with_partial_activation_checkpoints
@@ -203,12 +205,14 @@ def _keeping(draft: Draft, table: Schedule) -> Draft:
         return draft
     # Both kinds of microbatch are counted, and the plan mixes them by the table's window.
     counted = draft.base.pieces
+    fractions = kept_shares(table, some)[: table.placement.main]
     if counted.kept:
-        whole, _ = counted.kept
+        whole, before = counted.kept
+        if not falls:
+            fractions = tuple(map(max, before, fractions))
     else:
         without = replace(config.model, recompute_granularity=None, recompute_activations=False)
         whole = replace(pieces_of(config, without), shares=counted.shares)
-    fractions = kept_shares(table, some)[: table.placement.main]
     counted = replace(counted, kept=(whole, fractions))
     return replace(draft, base=replace(draft.base, pieces=counted))
 
