@@ -44,7 +44,7 @@ class Draft:
         # The order of the own chain is found first, with pieces and stages that have no depths.
         pieces = self.base.pieces
         if table.placement.depths:
-            pieces = pieces.further(self.depths)
+            pieces = replace(pieces, depths=self.depths)
         return replace(self.base, schedule=table, counts=counts, pieces=pieces)
 
     def _counts(self, place: Placement) -> tuple[int, ...]:

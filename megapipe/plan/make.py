@@ -354,7 +354,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         # Layers stay where they are, so the search has no choice of stages.
         recipe = replace(recipe, search=replace(recipe.search, placements=(main,)))
     # Back to what `plan_of` begins with, but with the layers where they are.
-    base = replace(plan, pieces=plan.pieces.without_depths, own=own_parts(config))
+    base = replace(plan, pieces=replace(plan.pieces, depths=()), own=own_parts(config))
     draft = Draft(config, base, plan.pieces.depths, plan.counts)
     chain = _chain(config, recipe, draft)
     # A user's function may return other stages for another number of microbatches.

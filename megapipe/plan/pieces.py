@@ -54,8 +54,8 @@ class Pieces:
     """The work of each piece of a model: embedding, layers, head and multi-token prediction (MTP).
 
     `stage`, `costs` and `of_slices` return the work of stages made of these pieces. `share` is one
-    rank's part of a split embedding and head. `further` adds MTP modules (depths), `without_depths`
-    leaves them out. `on` sets the overhead for a number of pipeline ranks.
+    rank's part of a split embedding and head. `on` sets the overhead for a number of pipeline
+    ranks.
 
     Attributes:
         embedding, layers, head: the work of each piece. The head has the last norm and the loss.
@@ -150,7 +150,9 @@ class Pieces:
             # Means over microbatches with and without recomputation. A stage that holds its most
             # has both kinds in these proportions.
             whole, fractions = self.kept
-            other = whole.further(self.depths)._columns(counts)
+            other = replace(whole, depths=self.depths)._columns(counts)
+            # Both kinds have the same depths, so any fraction is right.
+            fractions = (*fractions, *(0.0 for _ in self.depths))
             column = column._replace(
                 b=_mixed(column.b, other.b, fractions),
                 held=_mixed(column.held, other.held, fractions),
@@ -170,28 +172,6 @@ class Pieces:
         share = self.share
         mask = self.embedding.held / self.shares  # stays on the first stage
         return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held - mask)
-
-    def further(self, depths: tuple[Work, ...]) -> Pieces:
-        """Return the pieces with modules (depths) of multi-token prediction added.
-
-        Args:
-            depths: the work of each module.
-        """
-        kept = self.kept
-        if kept is not None:
-            whole, fractions = kept
-            # Both kinds of microbatch have the same depths, so any fraction is right.
-            kept = whole, (*fractions, *(0.0 for _ in depths))
-        return replace(self, depths=depths, kept=kept)
-
-    @property
-    def without_depths(self) -> Pieces:
-        """The pieces without multi-token prediction: the inverse of `further`."""
-        kept = self.kept
-        if kept is not None:
-            whole, fractions = kept
-            kept = whole, fractions[: len(fractions) - len(self.depths)]
-        return replace(self, depths=(), kept=kept)
 
     def of_slices(self, costs: Costs, counts: Sequence[int]) -> Costs:
         """Return the costs of stages whose microbatches are cut into slices of the sequence.

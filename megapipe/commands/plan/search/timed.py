@@ -74,7 +74,7 @@ def with_schedule(
     if depths := plan.pieces.depths:
         # Depths follow the loss, and count with its passes here. Passes of their own, as a run has
         # them, are a search among tables for every plan.
-        bare = plan.pieces.without_depths
+        bare = replace(plan.pieces, depths=())
         there = replace(there, pieces=replace(bare, head=sum(depths, bare.head)))
     if room is not None:
         there = _within(replace(there, own=own_parts(config, schedule)), batch, device, room)
