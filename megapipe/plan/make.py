@@ -182,7 +182,8 @@ def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Pl
     for number in count(1):
         plan = make(draft)
         again = _keeping(draft, plan.schedule, falls=number <= _ROUNDS)
-        # The costs are those that made the table, so `schedules show` makes the same of them.
+        # The plan keeps the costs under which its table was made: under any other costs,
+        # `schedules show` would draw another table.
         if again.base.pieces.kept == draft.base.pieces.kept:
             break
         draft = again
