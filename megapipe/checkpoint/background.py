@@ -146,7 +146,7 @@ class Background:
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether `start` can save these tensors, on every rank.
 
-        It can if the first checkpoint had each of these tensors, with the same number of bytes.
+        This is so if the first checkpoint had each of these tensors, with the same number of bytes.
         False before `learn`. Collective over the world.
 
         Args:

@@ -44,7 +44,7 @@ from megapipe.optim.optimizer import Optimizer
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """A writer of safetensors files for torch's distributed checkpoint. It remembers file names.
+    """A writer of safetensors files for torch's distributed checkpoint, which remembers file names.
 
     torch calls `write_data` on every rank, and `finish` on the first one.
 

@@ -119,7 +119,7 @@ def _wait(folder: Path, done: Callable[[], bool]) -> None:
 def _signs_of_life() -> Iterator[None]:
     """Return a context in which an empty line goes to stdout every BEAT_S seconds.
 
-    The lines go on while a slow disk delays the save. They stop if the process is stopped.
+    The lines go on while a slow disk delays the save. The lines stop if the process is stopped.
     """
     over = threading.Event()
 

@@ -156,7 +156,7 @@ def _balance(model: ModelConfig) -> Iterator[str]:
 def _limits(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
     """Yield the problem of a --moe-expert-capacity-factor that is too small.
 
-    It is too small if an expert would take less than one token of a microbatch.
+    The factor is too small if an expert would take less than one token of a microbatch.
 
     Args:
         batch: the flags of batch and sequence, which give the number of tokens.

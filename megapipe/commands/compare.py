@@ -96,7 +96,7 @@ class Row:
         mib_predicted: the same MiB, predicted before training.
         sent_mib: MiB that all ranks send in one step.
         most: the largest fraction of the time in which a rank is idle between its own first and
-            last pass. It is the sum of the fractions `table`, `stages`, `messages` and `host`.
+            last pass. The sum of the fractions `table`, `stages`, `messages` and `host`.
         table: idle because of the schedule's order, if all stages took the same time.
         stages: idle because stages take different times.
         messages: idle while waiting for messages. Below 0, the rank waited less than the other
@@ -309,8 +309,9 @@ def _count_sent(transport: Transport) -> list[int]:
     """Count the bytes that this rank sends from now on.
 
     Args:
-        transport: sends this rank's messages. Its method `post` is replaced by one that counts.
-    Returns: a list with one number, the bytes so far. It is updated with every message.
+        transport: sends this rank's messages. The transport's method `post` is replaced by one that
+            counts.
+    Returns: a list with one number, the bytes so far. The number grows with every message.
     """
     total = [0]
     post = transport.post

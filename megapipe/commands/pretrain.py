@@ -98,7 +98,7 @@ def check(argv: Sequence[str]) -> None:
 
 
 def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
-    """Check the flags and replace this process by torchrun. It does not return.
+    """Check the flags and replace this process by torchrun. The call does not return.
 
     Args:
         processes: the number of ranks to start.

@@ -49,8 +49,8 @@ class CheckConfig:
 class Config:
     """Everything that a run is made of.
 
-    Each field of model, batch, optimizer, precision and data is annotated with a `Resume`. It says
-    what --load does if the checkpoint was saved with another value, such as refuse it. Layout,
+    Each field of model, batch, optimizer, precision and data is annotated with a `Resume`. This
+    says what --load does if the checkpoint was saved with another value, such as refuse it. Layout,
     schedule, files and logs may always differ.
     """
 

@@ -153,7 +153,8 @@ def write_checkpoint(
     Args:
         target: TARGET, the folder that holds the checkpoints' folders.
         config: the configuration that the checkpoint records.
-        tensors: (megapipe's name, whole tensor in its saved shape). They are made one at a time.
+        tensors: (megapipe's name, whole tensor in its saved shape). The tensors are made one at a
+            time.
         state: the progress of the run, as JSON. Default: the beginning of a run.
         steps: steps of the optimizer if its state is among the tensors; None without its state.
     """

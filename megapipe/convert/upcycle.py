@@ -69,7 +69,8 @@ def upcycle(folder: Path, target: Path, config: Config) -> Path:
     Args:
         folder: iter_NNNNNNN of megapipe's own GPT.
         target: the folder in which the new checkpoint's folder is made.
-        config: configuration of the run that begins. Its seed draws the routers' weights.
+        config: configuration of the run that begins. This configuration's seed draws the routers'
+            weights.
 
     Returns: the new checkpoint's folder.
 
@@ -95,7 +96,8 @@ def _made(name: str, layout: Layout, read: Callable[[str], Tensor], config: Conf
         name: name of the tensor.
         layout: the tensor's layout.
         read: returns the dense model's tensor of a name.
-        config: configuration of the run that begins. Its seed draws the routers' weights.
+        config: configuration of the run that begins. This configuration's seed draws the routers'
+            weights.
     """
     model = config.model
     slices = dense_model(config).ffn // model.expert_ffn

@@ -97,7 +97,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
 def split_ranges(split: str, count: int) -> list[tuple[int, int] | None]:
     """Return the sequences (begin, end) of train, validation and test, end excluded.
 
-    It is None for one of the three with proportion 0.
+    None stands for one of the three with proportion 0.
 
     Args:
         split: up to three proportions, such as "969, 30, 1"; their sum is free.

@@ -139,7 +139,7 @@ def forget_how(output: str | os.PathLike[str]) -> None:
 def is_current(outputs: Sequence[str], inputs: Sequence[str], how: Mapping[str, Any]) -> bool:
     """Return whether the outputs can be used as they are, without making them again.
 
-    They can if all outputs and inputs exist, no output is older than an input, and the record of
+    This is so if all outputs and inputs exist, no output is older than an input, and the record of
     the first output equals `how`.
 
     Args:

@@ -284,7 +284,8 @@ class Batches:
         order: the samples that this rank reads.
         num_microbatches: a function from consumed samples to the number of microbatches of the
             step that starts there. The step consumes b x dp samples per microbatch.
-        num_workers: number of threads; 0 to read in the calling thread. It affects speed alone.
+        num_workers: number of threads; 0 to read in the calling thread. The number affects speed
+            alone.
         pinned: put microbatches in page-locked memory, from which a GPU copies asynchronously.
     """
 

@@ -44,8 +44,8 @@ class AtWaits(threading.local):
     `do` sets both attributes within a `with` block. `Pending.wait` reads them.
 
     Attributes:
-        give_turn: called before the wait. It lets another pass of the rank compute, and returns
-            when this pass is to go on. None if no other pass runs.
+        give_turn: called before the wait. The function lets another pass of the rank compute, and
+            returns when this pass is to go on. None if no other pass runs.
         watch: measures the wait; None if nothing measures it.
     """
 
@@ -77,7 +77,7 @@ class Pending:
     Attributes:
         tensor: the tensor to which the collective writes. Read it only after `wait`.
         work: one or several handles that wait for the collective; None if it is complete.
-        finish: called after the wait. It takes `tensor` and returns the result.
+        finish: called after the wait. The function takes `tensor` and returns the result.
     """
 
     tensor: Tensor

@@ -129,7 +129,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep up to 2 GiB of freed memory for later allocations; no effect elsewhere.
 
     A step on a CPU allocates the same tensors as the step before. If their memory went back to the
-    system in between, the system would clear each page again. That costs 1 to 5% of a step.
+    system in between, the system would clear each page again. This costs 1 to 5% of a step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

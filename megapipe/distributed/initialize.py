@@ -49,12 +49,11 @@ def initialize_model_parallel(
 ) -> None:
     """Make the mesh of this process, with all of Megatron's groups.
 
-    It may be called before or after torch.distributed.init_process_group. The arguments are
-    Megatron's.
+    Call this before or after torch.distributed.init_process_group. The arguments are Megatron's.
 
     Args:
-        virtual_pipeline_model_parallel_size: number of model chunks on each rank. It is only
-            stored, for `parallel_state`.
+        virtual_pipeline_model_parallel_size: number of model chunks on each rank. The number is
+            only stored, for `parallel_state`.
         distributed_timeout_minutes: the timeout of messages and collectives.
         order: the order of the axes: tp, then cp, then dp and pp in either order. ep may be
             anywhere.

@@ -106,7 +106,7 @@ class Layout:
     def is_first(self, tp: Axis) -> bool:
         """Return whether this rank is the first one along tp, or etp, that has its slice.
 
-        It is False on a rank if an earlier rank has the same slice, so that each slice counts once.
+        The result is False if an earlier rank has the same slice, so that each slice counts once.
         """
         # If an axis splits the parameter, no other rank along it has this slice.
         name = "etp" if self.experts else "tp"

@@ -58,7 +58,7 @@ class ProcessMesh:
         cp: context parallelism, which splits sequences.
         dp: data parallelism.
         dp_cp: data and context parallelism together, the ranks with equal weights that sum their
-            gradients. It is the axis dp itself if sequences are not split.
+            gradients. This is the axis dp itself if sequences are not split.
         pp: the pipeline.
         etp: tensor parallelism of experts, which splits each expert.
         ep: expert parallelism, which distributes experts.
@@ -313,8 +313,8 @@ def build_mesh(
         grids: the grids of the world.
         rank: the global rank.
         device: the rank's device.
-        make_group: takes a name and disjoint sets of ranks. It returns the group of this rank's
-            set, or None if no set has the rank. All ranks call it in the same order.
+        make_group: takes a name and disjoint sets of ranks. The function returns the group of this
+            rank's set, or None if no set has the rank. All ranks call it in the same order.
         device_mesh: torch's DeviceMesh, for distributed checkpoints; None without one.
         shares, joint: {name: pipeline ranks with equal weights}, and names of further axes, both as
             for `ProcessMesh.create`.

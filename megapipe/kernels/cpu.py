@@ -74,7 +74,8 @@ def _run_elementwise(name: str, first: Tensor, *arguments: _Argument) -> None:
     """Call a C loop over all elements of tensors of one shape.
 
     Args:
-        name: the name of the function in cpu.c. Its first parameter is the number of elements.
+        name: the name of the function in cpu.c. The C function's first parameter is the number of
+            elements.
         first: the first tensor.
         arguments: the function's other parameters, in order.
     """
@@ -214,7 +215,7 @@ def adamw_(
 
     Args:
         value, exp_avg, exp_avg_sq: the parameters and their two moments.
-        grad: the gradient. It is multiplied in place by `scale` and rates[0].
+        grad: the gradient, multiplied in place by `scale` and rates[0].
         model: the bf16 copy that the model computes with, rounded from value; None without one.
         scale: a float32 tensor with one element, a factor on the gradient.
         rates: gradient factor, weight decay factor, step size, square root of the second moment's

@@ -102,7 +102,8 @@ def function_of(config: ModelConfig) -> Callable[..., Tensor]:
     """Return the configured activation, as a function that autograd differentiates.
 
     The function takes the output of an MLP's first layer, [..., ffn], or [..., 2 ffn] = [gate, up]
-    of a gated MLP. For --xielu it also takes the four scalars of `Xielu`. It returns [..., ffn].
+    of a gated MLP. For --xielu the function also takes the four scalars of `Xielu`. The result is
+    [..., ffn].
     """
     row = ROWS[config.activation]
     # torch.compile fuses plain operations itself.

@@ -52,9 +52,9 @@ class Embedding(nn.Module):
     Three kinds of stages have one:
 
     1. The first stage of the model. 2. A stage with a share (equal part) of the vocabulary; it
-    holds these rows of the word embedding. 3. A module (depth) of multi-token prediction. It
-    repeats the weights of the model's embedding. If the vocabulary is split over the ranks, it has
-    no word embedding: forward is given the tokens' vectors.
+    holds these rows of the word embedding. 3. A module (depth) of multi-token prediction. This
+    module repeats the weights of the model's embedding. If the vocabulary is split over the ranks,
+    it has no word embedding: forward is given the tokens' vectors.
     """
 
     def __init__(self, config: ModelConfig, span: LayerSpan, tp: Axis) -> None:

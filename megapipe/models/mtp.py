@@ -28,8 +28,8 @@ class MultiTokenLayer(nn.Module):
     """Combine hidden states with the next token's embedding, and apply a transformer layer.
 
     Args:
-        layer: number of the module's layer, counted on from the model's last layer. It is part of
-            the keys of random streams and routing.
+        layer: number of the module's layer, counted on from the model's last layer. This number is
+            part of the keys of random streams and routing.
         make: builds the transformer layer.
     """
 

@@ -94,7 +94,7 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def from_inputs(function: Callable[..., T], *inputs: Tensor) -> T:
     """Run a function of `inputs` and recompute it in backward, whatever the flags say.
 
-    It returns one tensor or several.
+    The function returns one tensor or several.
 
     Unlike `recompute`, it ignores that a microbatch may keep all activations.
     """

@@ -174,8 +174,8 @@ def _precision(config: Config, impl: str, on_gpu: bool) -> str:
 def knows(fp8: Recipe) -> bool:
     """Return whether te.Linear can quantise as `fp8` says, in any order of passes.
 
-    With delayed scales it cannot, because every pass changes the scales. It cannot leave weight
-    gradients unquantised either.
+    With delayed scales it cannot, because every pass changes the scales. Nor can it leave weight
+    gradients unquantised.
     """
     return fp8.kind != "delayed" and fp8.weight_grads
 

@@ -78,7 +78,7 @@ def buckets_of(
 def _divided(bucket: Bucket, separate: Sequence[Collection[str]]) -> list[Bucket]:
     """Return a bucket divided into several: experts, each set of names in `separate`, and the rest.
 
-    Experts are replicated on other ranks than dense parameters. They come first, because passes
+    Experts are replicated on other ranks than dense parameters. Experts come first, because passes
     complete their gradients first.
 
     Args:

@@ -238,8 +238,8 @@ class FlatBuffers:
     def within(self, start: int, end: int) -> slice:
         """Return which of the elements start..end of a flat tensor this rank updates.
 
-        The slice counts from the first element that this rank updates. It is empty if there is
-        none.
+        The slice counts from the first element that this rank updates. The slice is empty if the
+        rank updates none of these elements.
         """
         first = self.share.start
         begin = max(start, first)
@@ -257,7 +257,8 @@ class FlatBuffers:
     def share_of(self, whole: Tensor, name: str) -> Tensor:
         """Return this rank's elements of a full parameter, as a flat tensor.
 
-        They are the elements that this rank updates: under ZeRO-1 a part of the parameter, or none.
+        These are the elements that this rank updates: under ZeRO-1 a part of the parameter, or
+            none.
 
         Args:
             whole: the full parameter.

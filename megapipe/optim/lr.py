@@ -77,7 +77,7 @@ class WeightDecay:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The learning rate over a run: a warm-up, then a curve. It also has the weight decay.
+    """The learning rate over a run: a warm-up, then a curve. The object also has the weight decay.
 
     `of` makes the object from the flags.
 

@@ -240,7 +240,7 @@ class Optimizer:
     def flats(self, chunk: int) -> list[Tensor]:
         """Return the flat tensors of a stage that an update changes and this rank owns.
 
-        They are the float32 main parameters and the optimizer state, such as Adam's moments.
+        These are the float32 main parameters and the optimizer state, such as Adam's moments.
         Whoever changes them calls `spread`, which updates the model's weights.
 
         Args:

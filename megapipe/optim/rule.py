@@ -87,8 +87,8 @@ class Part:
         value: the parameters in float32; in float64 for a float64 model, in bf16 if a flag asks for
             it.
         grad: the gradients of the parameters, summed over ranks, scaled and clipped.
-        state: {name in Rule.state: tensor like `value`}. They are zeros at first, and are saved in
-            checkpoints.
+        state: {name in Rule.state: tensor like `value`}. The tensors are zeros at first, and are
+            saved in checkpoints.
         lr: learning rate of this step and these parameters.
         weight_decay: weight decay of this step and these parameters.
         layout: for a single parameter, how it is split over tensor parallelism.

@@ -45,7 +45,8 @@ class Tie(NamedTuple):
     def on(self, rank: int) -> tuple[str, ...]:
         """Return the names of the parameters on a pipeline rank that repeat this weight.
 
-        They share one memory. A weight whose uses are all on one rank is asked there only.
+        These parameters share one memory. A weight whose uses are all on one rank is asked there
+        only.
         """
         return tuple(row.name for row in self.uses if row.rank == rank or not self.across)
 

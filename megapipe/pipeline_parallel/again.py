@@ -11,7 +11,7 @@ T = TypeVar("T")
 class Rewinding(Iterator[T]):
     """An iterator over a stage's data that can be set back to its first item.
 
-    `rewind` sets it back. That is needed if V, the pass that validates the last update, finds the
+    `rewind` sets it back. This is needed if V, the pass that validates the last update, finds the
     update wrong: the step then begins again.
 
     Args:

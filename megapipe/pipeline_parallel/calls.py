@@ -23,12 +23,12 @@ class Call(NamedTuple):
         number: the number with which the stage's method is called: of the microbatch or, if
             microbatches are cut, of the slice among all slices. For a pass on weights it is the
             number of the step.
-        takes: the passes whose results are the pass's inputs, each as (pass, rank that runs it). It
-            is () at the first stage's forward, the last stage's backward, and for W.
+        takes: the passes whose results are the pass's inputs, each as (pass, rank that runs it).
+            This is () at the first stage's forward, the last stage's backward, and for W.
         gives: how often the pass's result is used on this rank: once for each pass that takes it,
             and for each send.
         leaves: the results in `takes` that came from other ranks and that a later pass of this rank
-            takes too. They are not freed after this pass.
+            takes too. These results are not freed after this pass.
         ends: whether no later pass of any microbatch runs on the same stage.
         overlaps: whether the pass runs on another stream than compute, so at the same time as other
             passes.

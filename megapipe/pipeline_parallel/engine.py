@@ -53,7 +53,7 @@ def _programs(
 
     Args:
         schedule: the table of a step.
-        costs: the times of passes. They decide where messages are posted.
+        costs: the times of passes, which decide where messages are posted.
         evaluate: leave out all but the forwards.
         hides: layers wait for collectives, so that an overlapped pair of passes runs together.
             Otherwise the two passes run one after the other.
@@ -83,7 +83,7 @@ class ForwardBackward:
         schedule: a table, or a name that `schedule.build` knows.
         chunks: stages on each rank, if the schedule is a name.
         p2p_mode: how messages are posted: "plain" (one by one), "batched" or "ring".
-        config: has hidden_size and sequence_parallel. It may have
+        config: has hidden_size and sequence_parallel, and may have
             num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths, and
             pipeline_dtype, the type of messages. None for the model's own `.config`, which
             Megatron-LM's models have.

@@ -163,14 +163,14 @@ def execute(
         stages: this rank's stages by number, with the methods that `PASSES` calls.
         comm: sends and receives tensors.
         on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before its time is measured. It waits for the training samples
-            of the pass.
+        read: called with each pass before its time is measured. The function waits for the training
+            samples of the pass.
         position: updated with the item that runs, so that a watchdog can name it; None for no such
             record.
         watch: measures the time of every pass and of every wait for a collective; None for a new
             one.
-        together: runs the two passes of a pair together. It may keep a thread from step to step.
-            None for the device's usual one.
+        together: runs the two passes of a pair together. The object may keep a thread from step to
+            step. None for the device's usual one.
     Raises: the error of a pass or message, with its place in a note. AssertionError if a tensor is
         never used.
     """
@@ -204,7 +204,7 @@ def _walk(
         runs: runs one item.
         position: updated with the item that runs.
         on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before it runs. It waits for training samples.
+        read: called with each pass before it runs, to wait for training samples.
     """
     stages, hand, comm, watch, _ = runs
     # Labels cost time in each pass, so they are there only while a profiler records.

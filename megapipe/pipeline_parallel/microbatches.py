@@ -63,8 +63,8 @@ class Microbatches:
         Args:
             stream: the stream of the part.
             number: the number of the part.
-            keep: that function. It takes (number of the part, number of the last part that reads
-                the keys, keys).
+            keep: that function, of (number of the part, number of the last part that reads the
+                keys, keys).
         """
         return stream
 

@@ -34,7 +34,7 @@ class Request:
             config.sequence_parallel is on takes and gives [s/(c t), b, h]. A pipeline of one rank
             reads neither.
         schedule: the step's table; None for the engine's.
-        costs: times of passes and messages. They decide where messages are posted.
+        costs: times of passes and messages, which decide where messages are posted.
         decoder_seq_length: s of the decoder, if it differs; else None.
         forward_only: an evaluation: the same order of forwards, without gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect its results.
@@ -47,8 +47,8 @@ class Request:
             ends; None to cut all microbatches at the same tokens.
         around_last_backward: returns a context for the last backward of the stage with this number.
         on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before its time is measured. It waits for the training samples
-            of the pass.
+        read: called with each pass before its time is measured, to wait for the training samples of
+            the pass.
         weights: for each chunk, the functions that passes on its weights call; None if the table
             has no such pass.
         on_loss: called with the loss of every microbatch in order, on ranks with a loss; or None.

@@ -55,7 +55,7 @@ class PipelineStage:
     `forget` lets it begin again.
 
     Args:
-        request: the arguments of the step. Their factors on losses, such as loss_scale, apply to
+        request: the arguments of the step. Factors on losses, such as loss_scale, apply to
             gradients and not to the reported losses.
         module: has `set_input_tensor`, and forward_step calls its forward.
         data_iterator: the data iterator for forward_step; None for a stage that reads no data.
@@ -182,7 +182,7 @@ class PipelineStage:
     def same_waits(self, microbatch: int, other: int) -> bool:
         """Return whether two backwards wait for the same collectives in the same order.
 
-        They do if both are of the same slice, such as slice 1 of two microbatches, and if both
+        This is so if both are of the same slice, such as slice 1 of two microbatches, and if both
         recompute or neither does.
 
         Args:

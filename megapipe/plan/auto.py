@@ -40,7 +40,7 @@ class Judge:
         pieces: the work of embedding, each layer and head.
         limit: takes a split, and returns the bytes that the activations of each rank may take; None
             for no limit.
-        price: changes the costs of a split before it is simulated. It adds, for example, the
+        price: changes the costs of a split before it is simulated. For example, this adds the
             communication that overlapped pairs hide.
     """
 

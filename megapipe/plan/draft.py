@@ -17,7 +17,7 @@ from megapipe.schedule import Costs, Placement, Schedule
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan whose schedule is still being made. It returns the costs of any schedule.
+    """A plan whose schedule is still being made. The draft returns the costs of any schedule.
 
     A `Recipe` makes the schedule (a table of passes) step by step, and calls `costs` and `room`
     (memory limits) on the way. `plan` then returns the plan with the finished table.

@@ -123,7 +123,7 @@ class Graphs(OfPlan):
         given back, and each microbatch in flight has its own graphs.
 
         Args:
-            usual: the peak of each rank's activations without graphs. It is not used.
+            usual: the peak of each rank's activations without graphs; not used.
         """
         table = plan.schedule
         place = table.placement

@@ -84,7 +84,7 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
     """Return the FLOPs and bytes of a run's embedding, layers, head and multi-token prediction.
 
     Args:
-        model: the model whose work is counted. It may differ from the configuration's.
+        model: the model whose work is counted. This may differ from the configuration's model.
     """
     par = config.parallel
     gathers = Gathers()

@@ -43,12 +43,12 @@ class Part:
 
     Attributes:
         name: the key in `Plan.own`, and the field of the recipe if it has one.
-        of: returns what the feature adds to a plan; None for nothing. Its second argument is the
-            schedule before offload and sharding, its third the finished one. Each is None if it
+        of: returns what the feature adds to a plan; None for nothing. The second argument is the
+            schedule before offload and sharding, the third the finished one. Each is None if it
             does not exist yet.
         check: raises ConfigError if flags ask for something that this table cannot have.
         check_made: raises NothingToDo if flags ask for the feature and the finished table lacks it.
-        best: if the flags leave a choice open, returns the best plan; else None. Its second
+        best: if the flags leave a choice open, returns the best plan; else None. The second
             argument makes the plan of a configuration in which the choice is made.
         chosen: returns the configuration with flags that ask for what `best` chose in a plan, its
             second argument.

@@ -26,8 +26,9 @@ class Stored(NamedTuple):
 class OfPlan:
     """An addition to a plan by an optional feature, such as offload or sharding.
 
-    The methods here add nothing; the class of a feature overrides some of them. They return bytes
-    (`stored`, `least`, `peak`), costs (`priced`) and lines for the user (`changes`, `summary`).
+    The methods here add nothing; the class of a feature overrides some of them. The methods return
+    bytes (`stored`, `least`, `peak`), costs (`priced`) and lines for the user (`changes`,
+    `summary`).
 
     Attributes:
         holds: the name, in errors, of the memory that the feature adds to a rank's peak, such as

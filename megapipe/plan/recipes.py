@@ -198,7 +198,7 @@ def whole_step(table: Schedule, config: Config, costs: Costs = UNIT) -> Schedule
     """Return the table with the passes that run once per step, as flags ask for them.
 
     Args:
-        costs: times of passes. They decide where the added passes stand.
+        costs: times of passes, which decide where the added passes stand.
     """
     recipe = Recipe(table.name, step=step_of(config, table), replicas=config.copies_state)
     # A file's U and V stand where its author put them; a run puts them where its costs say.

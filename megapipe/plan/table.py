@@ -54,9 +54,9 @@ def memory_table(plan: Plan, config: Config) -> str:
 def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[str, ...]]:
     """Return the table of stages as text cells: first the column titles, then a row for each stage.
 
-    A row has the stage's layers, by global numbers from 0. It has the forward FLOPs of a microbatch
-    over all tensor-parallel ranks, and the stage's share of all compute time. Last is the predicted
-    peak memory of the stage's rank.
+    A row has the stage's layers, by global numbers from 0. Then come the forward FLOPs of a
+    microbatch over all tensor-parallel ranks, and the stage's share of all compute time. Last is
+    the predicted peak memory of the stage's rank.
 
     Args:
         parameters: number of parameters of each stage, counted on the built model; None to count

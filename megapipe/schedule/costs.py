@@ -70,8 +70,9 @@ class CoreCosts:
         piece: time of one such communication. A pass alternates between arithmetic and pieces of
             this length. 0 makes them so short that a pair takes the longer of its arithmetic and
             its communication.
-        attention_f, attention_b, attention_w: the share of f, b and w that is causal attention. It
-            grows with a slice's position in the sequence, all else with the slice's length.
+        attention_f, attention_b, attention_w: the share of f, b and w that is causal attention.
+            Attention's time grows with a slice's position in the sequence, all else with the
+            slice's length.
         mem_k: memory of the keys and values of a microbatch, a part of mem_b.
         wide_k: size of the gradients of keys and values, as a multiple of mem_k. In slices they are
             held from the backward of the last slice to the backward of their own slice.
@@ -302,7 +303,7 @@ class Costs(FamilyCosts, CoreCosts):
     def _of_pass(self, kind: Kind, stage: int, placement: Placement) -> float:
         """Return the duration of one pass of a kind on a stage.
 
-        It is faster than `durations`, which computes all kinds and stages.
+        This is faster than `durations`, which computes all kinds and stages.
         """
         letters = kind.traits.costs
         parts = [self._at(letter, stage, placement) for letter in letters]

@@ -125,7 +125,7 @@ def _message(
 ) -> float | tuple[float, ...]:
     """Return the time of a message: latency + bytes / bandwidth.
 
-    It is one number, or one for each link if a part is a list.
+    The result is one number, or one for each link if a part is a list.
 
     Args:
         path: the file, for errors.

@@ -142,9 +142,9 @@ def wrong_documents(schedule: Schedule) -> str | None:
 def closed_prefix(schedule: Schedule) -> list[int]:
     """Return, for each rank, how many steps at the start of its row can run a second time.
 
-    Together the steps of all ranks depend only on each other, and they add to no gradient. They are
-    the forwards at the start of a training step. Post-validation runs them again when it takes back
-    an update.
+    Together the steps of all ranks depend only on each other, and they add to no gradient. These
+    are the forwards at the start of a training step. Post-validation runs them again when it takes
+    back an update.
     """
     needs = Dependencies(schedule)
     prefixes = []
@@ -198,8 +198,8 @@ def can_repeat(kind: Kind) -> bool:
 def is_beyond(kind: Kind, need: Need) -> bool:
     """Return whether a need of a pass reaches beyond the pass's own microbatch.
 
-    It does if it refers to a whole stage, to other microbatches, or to a pass that not every
-    microbatch has.
+    This is so if the need refers to a whole stage, to other microbatches, or to a pass that not
+    every microbatch has.
 
     Args:
         kind: the kind of the pass.

@@ -241,10 +241,10 @@ class Kind(StrEnum):
     copies them back, R recomputes them.
 
     For consecutive passes of one stage (a run), as often as the table says: AF and AB gather the
-    stage's weights over data parallelism. They carry the number of the first pass of the run, which
-    is a forward for AF and any other pass for AB. RS reduce-scatters all gradients accumulated
-    since the previous RS, and carries the number of the last pass that added to them. See
-    `families.sharding.runs`.
+    stage's weights over data parallelism. AF and AB carry the number of the first pass of the run,
+    which is a forward for AF and any other pass for AB. RS reduce-scatters all gradients
+    accumulated since the previous RS, and carries the number of the last pass that added to them.
+    See `families.sharding.runs`.
 
     The properties of a kind are its `traits`.
     """

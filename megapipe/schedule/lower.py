@@ -59,10 +59,11 @@ of a message).
 def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
     """Return the program of each rank: its steps in order, with exchanges of messages between them.
 
-    A send stands immediately after the pass that makes the tensor. Its receive stands in the
+    A send stands immediately after the pass that makes the tensor. The receive stands in the
     receiver's program before the pass that takes the tensor, at the simulated time at which the
     sender is done. Costs move messages between steps; every choice is correct. Messages with no
-    step between them form one exchange. That only posts some messages earlier, so it is safe.
+    step between them form one exchange. An exchange only posts some messages earlier, which is
+    safe.
 
     1F1B on two ranks with two microbatches. Messages in one cell form one exchange:
 

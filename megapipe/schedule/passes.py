@@ -84,7 +84,7 @@ class Last(NamedTuple):
 class Shared(NamedTuple):
     """A stream that several ranks share, such as copies through one PCIe switch.
 
-    It is the stream of copies to the host, or the stream of copies back.
+    This is the stream of copies to the host, or the stream of copies back.
 
     Attributes:
         ranks: the ranks that share it.
@@ -101,7 +101,7 @@ class Schedule:
     """A table of steps for each rank. Nothing in it depends on costs, torch or process groups.
 
     Methods iterate over its passes (`steps`, `passes`) and return changed tables (`map`,
-    `without`). They say how passes depend on each other (`needs`, `links`), and to which slice,
+    `without`). Others say how passes depend on each other (`needs`, `links`), and to which slice,
     document or chain a pass belongs.
 
     Attributes:

@@ -53,7 +53,7 @@ class Entry:
     microbatches, the number of slices, and the number of chunks.
 
     Attributes:
-        generate: the function that makes its table. It takes (ranks, microbatches). If it has
+        generate: the function that makes the schedule's table from (ranks, microbatches). If it has
             arguments named chunks, costs or memory, or options of its own, it gets these too.
         placement: which stages a rank has: "loop", "v", "wave" or "mirror"; "loop or v" for the
             search; OWN for a user's function.
@@ -65,8 +65,8 @@ class Entry:
         dominated: another schedule takes no longer and holds less, whatever passes cost.
         pairs: the table has overlapped pairs of a forward and a backward.
         choices: for a schedule that takes the fastest of several tables under the costs, such as
-            V-Half. It takes (ranks, microbatches) and returns (the tables, memory limit). None for
-            other schedules.
+            V-Half. The function takes (ranks, microbatches) and returns (the tables, memory limit).
+            None for other schedules.
     """
 
     generate: Callable[..., Schedule]

@@ -38,9 +38,9 @@ class Placement:
         chain: number of stages in each chain, depths included.
         vocabulary: each rank holds an equal share of the rows of embedding and head. A rank with
             stages in two chains holds one share for each of the two.
-        depths: number of depths of multi-token prediction (MTP modules). They are the last stages
-            of each chain, after the stage with the main loss. Depth 1 takes the output of that
-            stage, depth 2 takes the output of depth 1, and so on. Any rank may have any depth.
+        depths: number of depths of multi-token prediction (MTP modules). These modules are the last
+            stages of each chain, after the stage with the main loss. Depth 1 takes the output of
+            that stage, depth 2 takes the output of depth 1, and so on. Any rank may have any depth.
     """
 
     rank_of: tuple[int, ...]
@@ -221,7 +221,7 @@ def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterat
 def loop(ranks: int, chunks: int = 1) -> Placement:
     """Return the placement with stage s on rank s modulo `ranks`.
 
-    It is for naive, GPipe, 1F1B, ZB-H1, ZB-H2 and the interleaved schedules.
+    Naive, GPipe, 1F1B, ZB-H1, ZB-H2 and the interleaved schedules have this placement.
 
     Args:
         chunks: stages on each rank.
@@ -240,7 +240,7 @@ def vee(ranks: int) -> Placement:
 def wave(ranks: int, waves: int) -> Placement:
     """Return the V repeated `waves` times, for the schedule Hanayo.
 
-    A V has two stages on each rank, numbered down the ranks and up again. It begins and ends on
+    A V has two stages on each rank, numbered down the ranks and up again. The V begins and ends on
     rank 0.
     """
     return Placement((*range(ranks), *reversed(range(ranks))) * waves, 2 * ranks * waves)

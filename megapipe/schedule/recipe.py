@@ -148,7 +148,7 @@ class Recipe:
     def whole(self, costs: Costs = UNIT, memory: float | None = None) -> Schedule:
         """Return the table of all fields, including `step` and `replicas`, under fixed costs.
 
-        `memory` limits a rank's activation; None for no limit. It raises what `build` raises.
+        `memory` limits a rank's activation; None for no limit. Errors are as in `build`.
         """
         recipe = self
         # A search without settings has the catalogue's, and searches under these costs.

@@ -299,7 +299,7 @@ def vocab_parallel_linear_cross_entropy(
 
     Equals `vocab_parallel_cross_entropy(x W^T, target)`. Logits are rounded to x's type; everything
     else is float32. If there are more than `most_kept` logits, they are computed in parts of 1M
-    (256M on a GPU), and again in backward. That costs one more matrix product, two under a B/W
+    (256M on a GPU), and again in backward. This costs one more matrix product, two under a B/W
     split.
 
     Args:

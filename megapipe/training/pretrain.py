@@ -76,7 +76,8 @@ def pretrain(
         provider: builds this rank's stages, with our signature or Megatron's. --model-provider
             names another one. Default: the GPT of the flags.
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func). The iterator yields
-            `data.loader.Batch`. It is None on stages that read no batches. Default: GPT's.
+            `data.loader.Batch`. The iterator is None on stages that read no batches. Default:
+            GPT's.
         datasets: returns the datasets. Items are arrays of token ids, or arrays by name.
         hooks: the user's parameter groups, learning-rate curve, callbacks, and stages that read
             batches.

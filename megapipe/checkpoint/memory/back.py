@@ -23,8 +23,8 @@ Pieces = Callable[[int], list[Piece]]
 class Back:
     """The result of `go_back`: the ranks are back at an earlier step, loaded from memory.
 
-    The states of all ranks that were copied after the same step are a generation. It is named by
-    the number of that step.
+    The states of all ranks that were copied after the same step are a generation. A generation is
+    named by the number of that step.
 
     Attributes:
         generation: the step to which the ranks went back; None if no step had the states of all.

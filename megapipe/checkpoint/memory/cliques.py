@@ -40,8 +40,8 @@ class Clique:
     def owner(self) -> int:
         """The global rank that names this rank's state: the first rank with an equal state.
 
-        It is this rank itself, unless the ranks of the clique are data-parallel replicas with equal
-        states.
+        This is the calling rank itself, unless the ranks of the clique are data-parallel replicas
+        with equal states.
         """
         return self.axis.ranks[self.axis.rank] if self.sends else self.axis.ranks[0]
 

@@ -136,8 +136,8 @@ def restarts() -> bool:
 def own_folder() -> Path:
     """Return this process's folder in shared memory; make it if there is none.
 
-    Its name has the launcher (such as torchrun's agent) and the local rank. So a process that the
-    launcher starts again finds the folder of its predecessor.
+    The folder's name has the launcher (such as torchrun's agent) and the local rank. So a process
+    that the launcher starts again finds the folder of its predecessor.
 
     Folders of launchers that have ended are removed.
     """

@@ -23,7 +23,7 @@ class Kind(NamedTuple):
 
     Attributes:
         gated: the MLP's first layer has two halves, gate and up.
-        kept: number of tensors [tokens, width] that an MLP keeps for backward. They are the output
+        kept: number of tensors [tokens, width] that an MLP keeps for backward. These are the output
             of the first layer (two tensors with a gate) and the input of the last.
         weights: number of learned scalars of the activation itself, such as 2 for xIELU.
     """

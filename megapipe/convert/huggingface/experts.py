@@ -69,9 +69,9 @@ class MlpTypes(Meaning):
     """A config.json key with a list of "dense" and "sparse", one for each layer.
 
     Attributes:
-        dense: name of another key, which counts the dense layers at the beginning. It is read if
-            the list is missing. None: the family has no such key, and if the list is missing, only
-            the first layer is dense.
+        dense: name of another key, which counts the dense layers at the beginning. This other key
+            is read if the list is missing. None: the family has no such key, and if the list is
+            missing, only the first layer is dense.
     """
 
     dense: str | None = None

@@ -95,7 +95,8 @@ class ExpertHalves(Layout):
 class OfNorms(Layout):
     """A tensor with one of the two names in `names`, depending on the model.
 
-    It has the first if attention and MLP are parallel, each with its own norm; else the second.
+    The tensor has the first name if attention and MLP are parallel, each with its own norm; else
+    the second.
     """
 
     def parts(self, model: ModelConfig) -> list[str]:

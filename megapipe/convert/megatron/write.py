@@ -294,8 +294,8 @@ def _layer_extras(
     Args:
         layer: number of the layer, which decides whether the layer has experts.
         start: the start of the keys.
-        part: (layer's index, number of layers) if the keys do not name the layer. They then end in
-            shard_INDEX_NUMBER. None if each layer has keys of its own, which end in shard_0_1.
+        part: (layer's index, number of layers) if the keys do not name the layer. The keys then end
+            in shard_INDEX_NUMBER. None if each layer has keys of its own, which end in shard_0_1.
     """
     sparse = model.has_experts_in(layer)
     modules = [*_EXTRA]

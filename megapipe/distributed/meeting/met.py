@@ -85,7 +85,7 @@ class Met:
 
         Args:
             name: a key of the store for the result; another one for each call.
-            make: the function. Its result is pickled.
+            make: the function, whose result is pickled.
         Raises: the error of `make` on rank 0, and a ConfigError with the same text on other ranks.
         """
         if self.world_size == 1:

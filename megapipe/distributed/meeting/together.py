@@ -21,7 +21,7 @@ def on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
     """Call `work` on the first rank only, and return its result on all ranks.
 
     Args:
-        work: the function. Its result must be representable in JSON.
+        work: the function, whose result JSON must be able to represent.
     Raises: the error of `work`, on all ranks.
     """
     first = mesh.world.rank == 0

@@ -370,8 +370,8 @@ def whole_sequences(
     Args:
         core: (q, k, v) -> [s, b, heads x d], with q [s, b, heads, d], k and v [s, b, groups, d];
             called with 1/c of the heads.
-    Returns: a function (q, k, v) -> [s/c, b, heads x d], with q [s/c, b, heads, d], k and v
-        [s/c, b, groups, d]. It makes two exchanges: of q, k and v, and of the output.
+    Returns: a function (q, k, v) -> [s/c, b, heads x d], with q [s/c, b, heads, d], k and v [s/c,
+        b, groups, d]. The function makes two exchanges: of q, k and v, and of the output.
     Raises: (the function) ConfigError if heads or groups do not divide by the ranks.
     """
 

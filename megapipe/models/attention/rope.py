@@ -155,7 +155,7 @@ class Rotary:
         """Return how much of its plain frequency each pair of channels keeps under YaRN: [dim / 2].
 
         The number is 1 for fast pairs, and 0 for slow pairs, whose frequency is divided by the
-        factor. It falls linearly in between.
+        factor. The number falls linearly in between.
 
         Args:
             plain: [dim / 2], the frequencies without YaRN.

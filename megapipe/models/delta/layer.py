@@ -172,7 +172,7 @@ def _fused_rule(
 ) -> Tensor:
     """Return the result of `gated_delta_rule`, whose arguments these are.
 
-    It is computed by flash-linear-attention's kernel in bfloat16.
+    flash-linear-attention's kernel computes it in bfloat16.
 
     No GPU has run this yet.
     """

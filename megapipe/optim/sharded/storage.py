@@ -40,8 +40,8 @@ class Stored(NamedTuple):
     Attributes:
         bucket: the parameters.
         stays: the bucket's gradients and weights are not sharded, though those in other buckets
-            are. It has rows of a vocabulary that is split over the pipeline, which passes need at
-            any time.
+            are. The bucket has rows of a vocabulary that is split over the pipeline, which passes
+            need at any time.
         here: whether this rank has the bucket's optimizer state and updates it.
         owner: the rank that updates the bucket, as a position on the axis mesh.twins of the two
             ranks with equal stages under DualPipe. None if no other rank has a replica.

@@ -119,8 +119,8 @@ class PairedStage:
     `overlapped_forward_backward` runs a pair: a forward and a backward at the same time.
 
     Args:
-        module: a module for DeepSeek's DualPipe. Its classmethod overlapped_forward_backward runs
-            pairs; without it, the two passes of a pair run one after the other.
+        module: a module for DeepSeek's DualPipe. The classmethod overlapped_forward_backward runs
+            pairs of passes; without it, the two passes of a pair run one after the other.
         inputs: the module's arguments for each microbatch; None where they arrive from the previous
             stage.
         criterion, labels: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch;

@@ -44,8 +44,8 @@ def get_forward_backward_func(
     Args:
         pp_size, vp_size: number of pipeline ranks, and of model chunks per rank, as in Megatron. By
             default, the mesh's pipeline size and the number of modules at the first step.
-        schedule_pg_collection: Megatron's process groups for modules on several grids. They are not
-            implemented: it must be None.
+        schedule_pg_collection: Megatron's process groups for modules on several grids. Such modules
+            are not implemented: the argument must be None.
         mesh: this rank's mesh; by default the one that ProcessMesh.create made.
         schedule: a table, or a name or file for `schedule.build`. The default is 1f1b, and
             interleaved with several chunks.
@@ -101,9 +101,9 @@ class Step:
             of three dimensions.
         p2p_communicator, pg_collection: transport and groups in place of the mesh's. Give both or
             neither. One pipeline rank reads no p2p_communicator.
-        consumed_microbatches: number of microbatches that this rank has trained on before. It seeds
-            our layers' random numbers. By default the steps on this mesh are counted. Give it after
-            a resume, when that count begins at 0.
+        consumed_microbatches: number of microbatches that this rank has trained on before. This
+            number seeds our layers' random numbers. By default the steps on this mesh are counted.
+            Give it after a resume, when that count begins at 0.
         force_all_reduce: passed on to config.finalize_model_grads_func, together with pg_collection
             (the mesh's groups if None).
         stream, loss_scale, calculate_per_token_loss: fields of request.Request that Megatron does

@@ -66,7 +66,7 @@ class GradSync:
     stage's last pass. The engine enters `off` for a step and `around_last_backward` for each last
     backward. It calls `on_stage_done` after a stage's last pass, and `finalize` at the end.
 
-    If there is one no_sync_func for all chunks, it switches all of them together. That is safe: the
+    If there is one no_sync_func for all chunks, it switches all of them together. This is safe: the
     synchronisation is on for no longer than one backward, in which no gradient of another chunk
     arrives.
 

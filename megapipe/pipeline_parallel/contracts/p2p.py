@@ -35,7 +35,7 @@ class P2PCommunicator:
             - pipeline_dtype: the type of received tensors.
             - variable_seq_lengths: the shape of each message is sent before it.
             - use_ring_exchange_p2p, batch_p2p_comm (Megatron's default): how messages are posted.
-            - batch_p2p_sync: synchronize the device once a batch has been waited for. It guards
+            - batch_p2p_sync: synchronize the device once a batch has been waited for. This guards
               against a race in batches of older PyTorch.
             - virtual_pipeline_model_parallel_size: only kept.
     """

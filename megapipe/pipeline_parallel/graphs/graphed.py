@@ -197,7 +197,7 @@ class Graphs:
     def __call__(self, chunks: Chunks, table: Schedule) -> Chunks:
         """Return the stages of a training step, each with its module in a `Graphed`.
 
-        It is called once before each step, and captures the graphs that the step's table needs.
+        Call this once before each step: it captures the graphs that the step's table needs.
 
         Args:
             chunks: module and data iterator of each stage.

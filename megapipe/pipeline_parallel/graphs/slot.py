@@ -87,7 +87,7 @@ class Slot:
 
     Args:
         capture: runs a function and returns (the function's result, a function that replays its
-            kernels). It captures in a memory pool of the slot's own.
+            kernels). The capture is in a memory pool of the slot's own.
         module: the stage.
         set_input: sets the module's input for the next call.
         form: the form of the calls that the graphs serve.

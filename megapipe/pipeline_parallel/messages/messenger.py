@@ -237,7 +237,8 @@ def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
 def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
     """Return a program with its receives posted earlier.
 
-    `program` is part of a rank's program. It must have no V, the pass that validates an update.
+    `program` is part of a rank's program. The part must have no V, the pass that validates an
+    update.
 
     Args:
         ahead: says which receives are posted earlier.

@@ -119,9 +119,9 @@ class Transport:
     `receives_ahead` says which receives may be posted early.
 
     Args:
-        pp: the pipeline axis. Its group may be a bare ProcessGroup that torch.distributed does not
-            know, as when each rank is a thread. If the axis has links (a communicator for each
-            direction between neighbours), messages of the mode `plain` use them.
+        pp: the pipeline axis. The axis's group may be a bare ProcessGroup that torch.distributed
+            does not know, as when each rank is a thread. If the axis has links (a communicator for
+            each direction between neighbours), messages of the mode `plain` use them.
         mode: the way to post the operations of one call.
     """
 

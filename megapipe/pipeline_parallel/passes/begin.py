@@ -57,8 +57,8 @@ class Weights:
         gather: gathers the weights over data parallelism: updated weights (A), or sharded weights
             for a run of forwards (AF) or backwards (AB).
         update: updates the weights that the rank owns (U); None if no table has U.
-        validate: checks the updates of the previous step (V). It returns True if they were wrong,
-            so that the passes before it run again. None if no table has V.
+        validate: checks the updates of the previous step (V). The function returns True if an
+            update was wrong, so that the passes before V run again. None if no table has V.
         begin: allocates memory for the full gradients of a run.
         drop: frees the weights that were gathered for a run.
         copy: copies the stage's state to a peer (P). The state may change after the wait.

@@ -357,7 +357,7 @@ class Watch:
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing. It is a signal handler; the watch receives the signal's number separately."""
+    """Do nothing, as a signal handler; the watch receives the signal's number separately."""
 
 
 def _say(text: str) -> None:

@@ -250,7 +250,8 @@ def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
 
     Args:
         table: the finished table.
-        recipe: the settings of the table. Its field `offload` says which activations to copy.
+        recipe: the settings of the table. The recipe's field `offload` says which activations to
+            copy.
     Raises: NothingToDo, which says what to change.
     """
     asked = Copies.asked(config)

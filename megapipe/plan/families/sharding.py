@@ -32,8 +32,8 @@ class Sharding(OfPlan):
         weights: weights are sharded too, not only gradients.
         replicas: number of ranks among which dense weights are sharded.
         expert_replicas: number of ranks among which the weights of an expert are sharded.
-        link: FLOPs that a device computes while it receives a byte from a data-parallel rank. It
-            gives the times of gathers, unless --pipeline-costs has them.
+        link: FLOPs that a device computes while it receives a byte from a data-parallel rank. This
+            number gives the times of gathers, unless --pipeline-costs has them.
     """
 
     weights: bool
@@ -101,7 +101,7 @@ class Sharding(OfPlan):
     def summary(self, plan: Plan) -> str:
         """Return a line on the number of collectives, the gathered GiB, and the time that both add.
 
-        It is "" for a table without such collectives.
+        The line is "" for a table without such collectives.
         """
         table = plan.schedule
         if table.kinds.isdisjoint(SHARDS):

@@ -45,8 +45,8 @@ def delta_flops(model: ModelConfig, length: int) -> float:
     """Return the forward FLOPs of the gated delta rule for each token.
 
     Args:
-        length: number of tokens of a sequence. It is computed in chunks, and the last chunk is
-            padded.
+        length: number of tokens of a sequence. The sequence is computed in chunks, and the last
+            chunk is padded.
     """
     size = min(CHUNK, length)
     keys = model.linear_key_head_dim

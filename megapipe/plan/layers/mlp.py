@@ -68,7 +68,7 @@ def _parameters(model: ModelConfig, width: int) -> int:
 def _kept(model: ModelConfig) -> int:
     """Return the number of tensors [tokens, width] that an MLP keeps for backward.
 
-    They are the output of the first product (two tensors with a gate) and the input of the last.
+    These are the output of the first product (two tensors with a gate) and the input of the last.
     """
     return ACTIVATIONS[model.activation].kept
 

@@ -9,9 +9,9 @@ from megapipe.plan.pieces import pieces
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """Return the model FLOPs of one trained token: three times its forward, without recomputation.
 
-    This is Megatron-LM's count for dense layers. With experts it also has the router's product, 6 *
-    hidden size * experts in each layer. It lacks the norms that Megatron-LM counts in multi-latent
-    attention and in multi-token prediction.
+    This is Megatron-LM's count for dense layers. With experts the number includes the router's
+    product, 6 * hidden size * experts in each layer. The number lacks the norms that Megatron-LM
+    counts in multi-latent attention and in multi-token prediction.
 
     Args:
         model: the model; each layer counts with its own overrides.

@@ -105,7 +105,7 @@ def numbers(one: Timed, device: Device) -> dict[str, Any]:
 
     Args:
         one: a plan with the times of its step.
-        device: the device. Its peak FLOP/s are those for MFU.
+        device: the device, whose peak FLOP/s count for MFU.
     Returns: `seconds` of a step, `tokens_per_second` of all devices, `mfu` of the device's peak,
         `bubble` as a fraction of the step, and `shares`: {cause: its fraction of the step}. The
         shares add up to 1.

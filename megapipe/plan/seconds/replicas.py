@@ -69,7 +69,7 @@ class Sent(NamedTuple):
 def sent(weights: OfRank, config: Config, device: Device, buckets: int = 1) -> Sent:
     """Return the seconds of a stage's data-parallel communication.
 
-    It is 0 for what passes of the table do, as with sharded weights.
+    The time is 0 for what passes of the table do, as with sharded weights.
 
     Args:
         buckets: number of collectives in which the gradients are reduced.
@@ -104,7 +104,8 @@ class Buckets(NamedTuple):
 
     Attributes:
         number: how many there are.
-        last: the last bucket's fraction of the parameters. It has those outside of layers too.
+        last: the last bucket's fraction of the parameters. This bucket has the parameters outside
+            of layers too.
     """
 
     number: int = 1

@@ -179,7 +179,7 @@ def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
 def mean_product(plan: Plan) -> float:
     """Return the mean FLOP of one matrix product in a layer's forward.
 
-    It is the product before tensor parallelism splits it.
+    The product is counted before tensor parallelism splits it.
     """
     layers = plan.pieces.layers
     # Four products of a layer stand for all: of queries, keys and values; of their output; and the

@@ -11,8 +11,9 @@ from megapipe.plan.state import bytes_of_state
 def update(plan: Plan, config: Config, device: Device) -> float:
     """Return the seconds that the slowest rank's update takes; 0 if the memory's speed is unknown.
 
-    An update is limited by memory bandwidth, not by arithmetic. It zeroes the gradients, reads them
-    for their norm and for the update, and reads and writes the optimizer's state and the parameter.
+    An update is limited by memory bandwidth, not by arithmetic. An update zeroes the gradients,
+    reads them for their norm and for the update, and reads and writes the optimizer's state and the
+    parameter.
     """
     if not device.memory:
         return 0.0

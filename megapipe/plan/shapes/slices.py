@@ -111,7 +111,7 @@ def _of_slices(config: Config) -> Entry | None:
 def in_words(schedule: Schedule) -> str:
     """Return text on the number and sizes of slices, to append to a schedule's name.
 
-    It is "" if microbatches are not cut.
+    The text is "" if microbatches are not cut.
     """
     if not schedule.cuts:
         return ""

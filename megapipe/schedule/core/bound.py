@@ -202,7 +202,7 @@ def _most(
 def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
     """Return a lower bound on the makespan of any table with the schedule's placement.
 
-    It holds for tables with and without overlapped pairs of passes.
+    The bound holds for tables with and without overlapped pairs of passes.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs.

@@ -59,7 +59,7 @@ def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
 def given_to_c(of: Problem, rows: list[int]) -> _Problem:
     """Return the C struct of a problem.
 
-    Its memory limits are multiplied by 1 + 1e-9, so that rounding does not exceed them.
+    Memory limits are multiplied by 1 + 1e-9, so that rounding does not exceed them.
 
     Args:
         of: the placement, its costs and memory limits as lists of numbers.
@@ -90,8 +90,8 @@ def compiled_fill(of: Problem, orders: Orders) -> Fill | None:
         of: the placement with its costs and memory limits.
         orders: each rank's order of F and B, as integers.
     Returns: a function, or None without a C compiler. The function takes an overrun: the fraction
-        of a W that may extend beyond the wait in which it starts. It returns (orders with W, end of
-        every pass), or None if the order deadlocks or exceeds the memory limit.
+        of a W that may extend beyond the wait in which it starts. The function returns (orders with
+        W, end of every pass), or None if the order deadlocks or exceeds the memory limit.
     """
     code = library()
     if code is None:

@@ -38,8 +38,8 @@ class Cutting:
     def begins(self) -> tuple[tuple[int, ...], ...]:
         """Return the slices, other than slice 0, that begin a document, as in `Schedule.documents`.
 
-        It is ((2, 4),) for 6 slices of 3 documents, one row that counts for all microbatches, and
-        () for one document.
+        The result is ((2, 4),) for 6 slices of 3 documents, one row that counts for all
+        microbatches, and () for one document.
 
         Raises: ScheduleError if a document has no whole number of slices.
         """
@@ -144,8 +144,8 @@ def at_borders(
 ) -> tuple[int, ...]:
     """Return the tokens of each slice after moving cuts to the borders of documents.
 
-    A cut moves to the nearest border that is a multiple of `multiple`. It moves at most half of the
-    way to the next cut on either side. If there is no such border, it stays.
+    A cut moves to the nearest border that is a multiple of `multiple`. A cut moves at most half of
+    the way to the next cut on either side. If there is no such border, it stays.
 
     Args:
         lengths: tokens of each slice before.

@@ -47,7 +47,7 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
         added: the passes to add, of a shared vocabulary or of multi-token prediction.
         costs: costs under which the orders are simulated and compared.
         room: limit on each rank's activation, in the unit of the costs, without the memory of a
-            shared vocabulary. It may be exceeded if the order of the rows requires it.
+            shared vocabulary. This limit may be exceeded if the order of the rows requires it.
     """
     best: tuple[float, Schedule] | None = None
     for delay in range(1 + -(-table.placement.num_stages // len(room))):
@@ -158,7 +158,8 @@ class _Merge:
     """A simulation in which each rank runs its row together with the added passes.
 
     Added passes of the kinds in FIRST run as soon as they can, because other ranks wait for them.
-    Those in LATER, T and W, run where the rank would wait. `run` returns the merged rows.
+    Passes of the kinds in LATER, T and W, run where the rank would wait. `run` returns the merged
+    rows.
 
     Args:
         schedule: the table without the added passes.

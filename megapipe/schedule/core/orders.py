@@ -21,8 +21,8 @@ class Problem:
     """A placement with its costs as lists of numbers, for a search for the best order of passes.
 
     Each pass F, B or W of a stage and microbatch has an integer. A list has one entry for each
-    pass, at its integer. Its last entry stands for "no pass", which ends at time 0. Times and
-    memory are in the units of the costs.
+    pass, at its integer. The list's last entry stands for "no pass", which ends at time 0. Times
+    and memory are in the units of the costs.
 
     Attributes:
         microbatches: number of microbatches.
@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def nothing(self) -> int:
-        """Return the integer of "no pass", the last index of each list. It has ended at time 0."""
+        """Return the integer of "no pass", the last index of each list, which ends at time 0."""
         return len(self.duration) - 1
 
 
@@ -172,8 +172,8 @@ def clock(problem: Problem, orders: Orders) -> list[float] | None:
 def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0.0) -> float:
     """Return the value that a search minimises, in the time unit of the costs.
 
-    It is the makespan, or with `problem.period` the longest time of a rank from its first start to
-    its last end.
+    This is the makespan, or with `problem.period` the longest time of a rank from its first start
+    to its last end.
 
     Args:
         orders: each rank's passes as integers.

@@ -18,8 +18,8 @@ class Chain(NamedTuple):
         compute, link: total time of the arithmetic and of the communication.
         turns: number of turns; 0 for infinitely many, infinitely short ones.
         link_first: a turn begins with its communication, as in a backward.
-        follows: this chain is the weight gradient of a BW. Its turn i begins when turn i of the
-            input gradient, the chain before it in the list, has ended.
+        follows: this chain is the weight gradient of a BW. This chain's turn i begins when turn i
+            of the input gradient, the chain before it in the list, has ended.
     """
 
     compute: float

@@ -81,7 +81,7 @@ class Joint:
     def placement(self) -> Placement:
         """Return the joint placement.
 
-        It has a chain of stages (a copy of the model) for each microbatch, because different peers
+        Each microbatch has a chain of stages (a copy of the model) in it, because different peers
         may run the lost stages of different microbatches.
         """
         place = self.table.placement

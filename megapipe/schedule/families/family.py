@@ -95,12 +95,13 @@ class Family:
         instead: returns {pass: letter} for passes that hold other memory than usual for their kind.
             A letter "r" stands for the costs field `mem_r`.
         whole: yields further changes of a rank's memory as (time, size, index of the step in its
-            row). It also takes the costs, the times of each step, and the rank.
+            row). The function also takes the costs, the times of each step, and the rank.
         evaluated: returns {pass: the pass that replaces it in an evaluation}. None as replacement
             leaves the pass out.
-        of_slice: returns {cost field: value for one slice}. It takes {cost field: value for a
-            microbatch} and the length of the slice, a fraction of the sequence. The third argument
-            is the length of the document that ends with the slice, also a fraction; 0 if none ends.
+        of_slice: returns {cost field: value for one slice}. The function takes {cost field: value
+            for a microbatch} and the length of the slice, a fraction of the sequence. The third
+            argument is the length of the document that ends with the slice, also a fraction; 0 if
+            none ends.
         of_a_rank: names of cost fields whose single number is for a rank, however many stages it
             has.
     """

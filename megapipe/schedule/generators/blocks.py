@@ -46,9 +46,9 @@ def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
 def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
     """Return V-Min for p ranks: a third of 1F1B's memory.
 
-    A rank holds the activations of (p+4)//3 microbatches. Its order repeats a block of passes for
-    each microbatch. In the block each pass waits for the pass before it, so unequal costs add up
-    and make the table slow.
+    A rank holds the activations of (p+4)//3 microbatches. The rank's order repeats a block of
+    passes for each microbatch. In the block each pass waits for the pass before it, so unequal
+    costs add up and make the table slow.
 
     Args:
         costs: W (weight gradient) is put where a rank would wait under these costs; F and B keep
@@ -169,8 +169,8 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
 class _Rank:
     """The state of a rank while its passes are chosen, slot by slot.
 
-    It has the next microbatch of each kind and stage, the pending W, and the microbatches held by
-    each stage. `choose` returns the pass to run in a slot.
+    The state has the next microbatch of each kind and stage, the pending W, and the microbatches
+    held by each stage. `choose` returns the pass to run in a slot.
 
     Args:
         down: the rank's stage from which a forward goes down the V.

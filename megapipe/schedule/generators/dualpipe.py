@@ -82,8 +82,8 @@ def _eight_sections(
         fold: number of ranks from the side where microbatches of s0 enter to where both directions
             meet: p/2 in DualPipe, p in DualPipeV.
         depth: how many of these `fold` ranks come before this rank.
-        main: number of rounds of section 4, in which F and B overlap. It runs all remaining
-            forwards of s0.
+        main: number of rounds of section 4, in which F and B overlap. This section runs all
+            remaining forwards of s0.
         first: {stage: number of its first microbatch}; 0 for a stage that is not in it.
     """
     # The sections of rank 0 for DualPipeV on 2 ranks, with 4 microbatches. [i] is a backward, (i)

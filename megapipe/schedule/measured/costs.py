@@ -110,8 +110,8 @@ def measured_costs(
     Args:
         steps: [step][pipeline rank] measured passes.
         place: the placement of the stages.
-        counted: costs that the plan predicts. They give the memory, and divide a fused backward
-            into B and W if no split one ran.
+        counted: costs that the plan predicts. These costs give the memory, and divide a fused
+            backward into B and W if no split one ran.
         cuts: lengths of the table's slices; () without slices. A slice with 1/4 of a microbatch's
             time in `counted` counts 4 times.
         copies: [step][pipeline rank] measured copies to the host (O) and back (L), if there are
@@ -212,8 +212,8 @@ def _copies(
         took: {(kind, position of the stage in the model): measured seconds}.
         kind: O or L.
         counted: the plan's time at each position.
-        unit: seconds that a unit of the plan's time took in the measured passes. It scales the
-            plan's times if no copy was measured.
+        unit: seconds that a unit of the plan's time took in the measured passes. This number scales
+            the plan's times if no copy was measured.
     """
     timed = {at: median(took[kind, at]) for at in range(len(counted)) if (kind, at) in took}
     total = sum(counted[at] for at in timed)
@@ -307,7 +307,7 @@ def host_times(ranks: Sequence[Sequence[Ran]]) -> dict[Pass, float]:
     """Return {pass: seconds of host time before it} for one step.
 
     Host time runs from the end of the rank's previous pass until it asks for the input of this one.
-    It is 0 for a rank's first pass. Both passes of an overlapped pair have the same time.
+    The time is 0 for a rank's first pass. Both passes of an overlapped pair have the same time.
 
     Args:
         ranks: for each pipeline rank, its measured passes of the step.

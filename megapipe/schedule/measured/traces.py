@@ -189,7 +189,7 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
 
 
 def _label(match: re.Match[str]) -> Pass:
-    """Return the pass that a label names. It is the inverse of `str(pass)`.
+    """Return the pass that a label such as "1F0" names: the inverse of `str(pass)`.
 
     Args:
         match: the match of a label's regular expression.

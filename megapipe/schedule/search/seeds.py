@@ -70,7 +70,7 @@ def pattern(problem: Problem, name: str) -> list[Found]:
 def _fitted(problem: Problem, schedule: Schedule) -> list[Found]:
     """Return the versions of a schedule that fit the memory.
 
-    They are the schedule with its own order of W, and with W put where ranks would wait.
+    One has the schedule's own order of W; in the other, W runs where ranks would wait.
     """
     orders = encode(problem, schedule)
     found = None

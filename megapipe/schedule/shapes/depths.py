@@ -34,8 +34,8 @@ def with_depths(
         ranks: the rank of each depth, from depth 1.
         costs: the costs of the stages of the model's own chain, then of the depths.
         shared: takes the table with depths, and returns the passes of a vocabulary that all ranks
-            share. They are added in the same simulation, because both delay the backward of the
-            loss: in two simulations, one after the other, the table is slower. None if the
+            share. These passes are added in the same simulation, because both delay the backward of
+            the loss: in two simulations, one after the other, the table is slower. None if the
             vocabulary is not shared.
     Raises: ScheduleError for a table with depths, slices, or other kinds of pass than F, B, W and
         BW. Also for a rank that does not exist.

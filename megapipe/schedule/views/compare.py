@@ -43,9 +43,9 @@ class Row:
 
     Attributes:
         label: the schedule's name, as in the table.
-        makespan: time from the first start to the last end on any rank. It is the time of a step
+        makespan: time from the first start to the last end on any rank. This is the time of a step
             that ends with a barrier.
-        period: longest time from a rank's first start to its last end. It is the time of a step
+        period: longest time from a rank's first start to its last end. This is the time of a step
             without a barrier.
         bubble: most idle time of a rank between its first start and its last end, the papers'
             bubble.

@@ -110,8 +110,8 @@ class Files:
 
         Args:
             height: height of the figure in inches.
-            caption: describes the figure and its numbers. It stands above the figure and in the
-                file's metadata.
+            caption: describes the figure and its numbers. The caption stands above the figure and
+                in the file's metadata.
             paint: a function that draws into the figure.
         """
         # Only a figure takes the second to import it. `Figure` and not pyplot: that would choose a

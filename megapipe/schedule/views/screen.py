@@ -18,8 +18,8 @@ _SELECTOR = re.compile(r"[^{}]+(?=\{)")
 def picture(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None) -> str | None:
     """Return the SVG of a schedule for a web page or notebook.
 
-    Its styles do not affect other pictures on the page. Returns None for a schedule of more than
-    `MOST_PASSES` passes. Jupyter then prints a line of text instead.
+    The picture's styles do not affect other pictures on the page. Returns None for a schedule of
+    more than `MOST_PASSES` passes. Jupyter then prints a line of text instead.
 
     Args:
         memory: a limit on a rank's activation to draw, in the unit of costs.mem_b; None for none.

@@ -54,9 +54,9 @@ _MARKS = "osD^vPX"
 class Comparison(Sequence[Row | Refusal]):
     """A comparison of all schedules for one number of ranks and microbatches, and one set of costs.
 
-    It prints as a table with advice, also in a notebook. It is a sequence of rows. The name of a
-    schedule in brackets gives one row: `found["zb-h1"].makespan`. `measured` is the rows of
-    schedules that exist for these numbers.
+    Printed, also in a notebook, it is a table with advice. Used as a sequence, it has the rows. The
+    name of a schedule in brackets gives one row: `found["zb-h1"].makespan`. `measured` is the rows
+    of schedules that exist for these numbers.
 
     Attributes:
         rows: the numbers of each schedule, or the reason why it does not exist.

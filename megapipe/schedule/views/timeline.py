@@ -88,7 +88,7 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
 
     Args:
         lines: one track for each line of the panel.
-        width: width of the figure in inches. It decides whether a number fits a box.
+        width: width of the figure in inches, which decides whether a number fits a box.
     """
     colour = shades(placement)
     ends = max((box.end for line in lines for box in line.boxes), default=1.0) or 1.0

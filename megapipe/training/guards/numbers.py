@@ -47,8 +47,8 @@ class Guard:
         """Run a step, a second time if its numbers look wrong, and judge it.
 
         Args:
-            run: a function that runs the step, called with one argument `refuses`. It calls
-                refuses(mean losses by name), and updates nothing if that returns True.
+            run: a function that runs the step, called with one argument `refuses`. The function
+                calls refuses({name: mean loss}), and updates nothing if that returns True.
             iteration: the step's iteration.
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.

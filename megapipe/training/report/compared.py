@@ -22,9 +22,9 @@ simulated = lru_cache(maxsize=4)(simulate)
 class Measured:
     """The times of a pipeline in its last steps: medians over the steps, in seconds.
 
-    The bubble is the largest idle share of a rank between its first and last pass. Its parts are
-    `of_table`, `of_stages`, `of_host` and `of_messages`. Predictions are the plan's, scaled to the
-    measured speed of all ranks.
+    The bubble is the largest idle share of a rank between its first and last pass. The parts of the
+    bubble are `of_table`, `of_stages`, `of_host` and `of_messages`. Predictions are the plan's,
+    scaled to the measured speed of all ranks.
 
     Attributes:
         steps: number of steps.

@@ -121,7 +121,7 @@ class Window:
 class Moment:
     """The state of a run at one report, from which the reported values are computed.
 
-    Its properties are the reported values: times, speeds, and the comparison with the plan (`now`).
+    The properties are the reported values: times, speeds, and the comparison with the plan (`now`).
 
     Attributes:
         config: the run's configuration.

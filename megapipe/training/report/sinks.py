@@ -15,7 +15,7 @@ from megapipe.training.report.numbers import PREFIX
 
 
 class Sink:
-    """An output for numbers. Its first failure prints one warning, and nothing is written after it.
+    """An output for numbers. The first failure prints one warning, and nothing is written after it.
 
     A failure never ends the run. Subclasses write inside the context `_trying()`.
 

@@ -42,7 +42,7 @@ class StepResult:
             these values.
         grad_norm: norm of all gradients before clipping; NaN if it was not computed.
         tokens: trained tokens of the global batch, the second of three values that loss_func
-            returns. It is 0 if loss_func returns two.
+            returns. The number is 0 if loss_func returns two.
         skipped: nothing was updated, because a loss or the gradient was not finite.
         num_zeros: gradient elements that are 0, with --log-num-zeros-in-grad; else None.
         finite: every differentiated loss was finite, whatever was reported.
@@ -75,9 +75,9 @@ class StepResult:
 class Update:
     """The optimizer's update at the end of a step on one rank, in two halves.
 
-    `begin` is called when this rank's gradients are complete. It may update at once, on the guess
-    that nothing is clipped or skipped. `end` is called when the gradient norm and the losses of all
-    ranks are known. It updates if `begin` has not, and repairs a wrong guess.
+    `begin` is called when this rank's gradients are complete. `begin` may update at once, on the
+    guess that nothing is clipped or skipped. `end` is called when the gradient norm and the losses
+    of all ranks are known. `end` updates if `begin` has not, and repairs a wrong guess.
 
     Attributes:
         stages: this rank's stages.

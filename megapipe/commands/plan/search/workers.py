@@ -66,8 +66,8 @@ class Workers:
         """Return the answers to all questions, in their order.
 
         Args:
-            answer: called with (the state that the processes began with, a question). It must be a
-                module-level function, so that it can be pickled.
+            answer: called with (the state that the processes began with, a question). `answer` must
+                be a module-level function, so that it can be pickled.
             size: number of questions that a process gets at once. None for a quarter of its share.
             tell: called with the number of answers so far, whenever there are more.
         """

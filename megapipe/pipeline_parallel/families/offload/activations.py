@@ -117,7 +117,7 @@ class Activations(OfStage):
     is the number of a slice among all slices.
 
     Args:
-        module: the stage. Its parameters stay on the device.
+        module: the stage, whose parameters stay on the device.
         host: the rank's buffers on the host and its streams of copies.
         sizes: one record for each slice of a microbatch, or a single one; the stage stores the
             bytes that it measures there.
@@ -189,8 +189,8 @@ class Activations(OfStage):
     def keep(self, number: int, last: int, keys: Tensor) -> Callable[[], Tensor]:
         """Hold the keys and values that a layer computed for a slice, for later slices.
 
-        They are offloaded by pass O of slice `last`, or of the first later slice that has a pass O.
-        If no later slice of the microbatch has one, they stay.
+        These are offloaded by pass O of slice `last`, or of the first later slice that has a pass
+        O. If no later slice of the microbatch has one, they stay.
 
         Args:
             number: number of the slice.

@@ -76,8 +76,8 @@ class Shared(OfStage):
         """Return the input of a stage that embeds tokens.
 
         The input is the sum of the embeddings from all ranks' shares, cut to the s tokens of this
-        stage. Module d of multi-token prediction embeds the tokens from number d on. Its input is
-        the hidden states of the stage before, followed by the embeddings: [s + s, b, h].
+        stage. Module d of multi-token prediction embeds the tokens from number d on. The module's
+        input is the hidden states of the stage before, followed by the embeddings: [s + s, b, h].
 
         given: the embeddings from each share; for multi-token prediction the hidden states come
             first.

@@ -31,9 +31,9 @@ FLAG = "--vocab-parallel-pipeline"
 class VocabularyShare(nn.Module):
     """One rank's share of the rows of embedding and head, with the methods that its passes call.
 
-    The user's forward_step is called with this module in place of the model. It reads a microbatch
-    and calls the module with the tokens, so that `forward` looks them up. `look_up`, `give`,
-    `head_gradient` and `rows_gradient` run the passes E, S, T and EW.
+    The user's forward_step is called with this module in place of the model. The user's function
+    reads a microbatch and calls the module with the tokens, so that `forward` looks them up.
+    `look_up`, `give`, `head_gradient` and `rows_gradient` run the passes E, S, T and EW.
 
     Args:
         module: the stage that has the rows, in `embedding.word_embeddings` and `output_layer`.
@@ -100,7 +100,7 @@ class VocabularyShare(nn.Module):
     def look_up(self, microbatch: int) -> Tensor:
         """Run pass E: read a microbatch and return its embeddings from this share.
 
-        It has the shape [s + depths, b, h], as `forward` returns it.
+        The result has the shape [s + depths, b, h], as from `forward`.
         """
         with torch.no_grad():
             output, _ = output_of(self._forward_step(self._data, self))
@@ -197,7 +197,7 @@ def _rows(module: nn.Module, name: str) -> VocabularyRows:
 def _main_grad(weight: nn.Parameter) -> Tensor:
     """Return the tensor to which a weight's gradients are added.
 
-    That is main_grad, or .grad where no optimizer has made main_grad; .grad is made here if it is
+    This is main_grad, or .grad where no optimizer has made main_grad; .grad is made here if it is
     None.
     """
     main: Tensor | None = getattr(weight, "main_grad", None)

@@ -164,7 +164,7 @@ def _work(pair: Shared) -> None:
 
 
 class Together:
-    """A runner of two passes at a time. Its second thread lives as long as this object.
+    """A runner of two passes at a time. The second thread lives as long as this object.
 
     `run` runs a pair of passes. `device` is the rank's device.
     """

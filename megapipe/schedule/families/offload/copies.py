@@ -102,8 +102,8 @@ def sharing(schedule: Schedule, costs: Costs, groups: Sequence[tuple[int, ...]])
     """Return the table with streams of copies that several ranks share.
 
     Args:
-        groups: the ranks of each group. A group has one stream in each direction. Its copies run
-            in the order in which the ranks post them under `costs`.
+        groups: the ranks of each group. A group has one stream in each direction. The group's
+            copies run in the order in which the ranks post them under `costs`.
     """
     if not groups:
         return schedule

@@ -84,7 +84,7 @@ Weigh = Callable[[Choices], Weight]
 def places(plain: Schedule) -> list[Place]:
     """Return every (stage, microbatch) or (stage, number of the slice), called a place.
 
-    They are ordered stage by stage. Each of DualPipe's two copies of the model has its own
+    The places are ordered stage by stage. Each of DualPipe's two copies of the model has its own
     microbatches. `plain` is the table without offload and recomputation.
     """
     place = plain.placement

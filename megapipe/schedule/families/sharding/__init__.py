@@ -27,8 +27,8 @@ class ShardingCosts:
         mem_g: gradients of a stage, from the first pass that adds to them to the end of their
             reduction.
         mem_lent: for a later stage that uses weights of the first stage, such as a tied head: the
-            size of these weights. They are in memory while the first stage or the later one is
-            gathered.
+            size of these weights. These weights are in memory while the first stage or the later
+            one is gathered.
     """
 
     mem_a: PerStage = 0.0

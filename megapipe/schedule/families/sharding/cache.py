@@ -96,7 +96,7 @@ def _farthest(
         there: {stage: its interval so far} for the stages that are held now.
         coming: {stage: indices of the steps that use it in future, the next one last}.
         used: stages that this step uses.
-        recent: stages that the previous step used. They are evicted only if there is no other.
+        recent: stages that the previous step used. These are evicted only if there is no other.
     """
     candidates = [stage for stage in there if stage not in used]
     candidates = [stage for stage in candidates if stage not in recent] or candidates

@@ -48,7 +48,7 @@ class Run(NamedTuple):
     def dropped(self) -> Pass:
         """Return the pass after whose step the full weights are freed: the last reader.
 
-        It is the gather itself if no pass reads the weights.
+        The result is the gather itself if no pass reads the weights.
         """
         if not self.passes:
             return self.gather
@@ -61,7 +61,7 @@ class Sum(NamedTuple):
     Attributes:
         reduce: the RS.
         begin: the first pass that adds to the full gradient; the reduction itself if no pass does.
-            It may be a B, which adds to the gradients of weights without a W, such as norms.
+            This may be a B, which adds to the gradients of weights without a W, such as norms.
         passes: the passes W or BW whose gradients are summed, in order.
     """
 
@@ -73,7 +73,7 @@ class Sum(NamedTuple):
 def gather_for(first: Pass) -> Pass:
     """Return the gather of a stage's weights that must run before a pass.
 
-    It is AF for a forward, else AB, with the stage and microbatch of that pass.
+    The gather is AF for a forward, else AB, with the stage and microbatch of that pass.
 
     Args:
         first: the first pass that reads the gathered weights.
@@ -138,8 +138,9 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
 
     Where.RUN is for needs that follow from gathers and reductions. A reader of weights needs its
     gather. A reduction needs the passes whose gradients it sums. A pass that begins a gradient
-    needs the reduction before the latest one of the rank. It also needs the latest one if that is
-    of its own stage. So a rank never has two reductions in progress while gradients grow.
+    needs the reduction before the latest one of the rank. The pass also needs the latest reduction
+    if that is of the pass's own stage. So a rank never has two reductions in progress while
+    gradients grow.
     """
     found: dict[tuple[Pass, Made], tuple[Pass, ...]] = {}
     if schedule.kinds.isdisjoint(SHARDS):
@@ -167,8 +168,8 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
 def named_by_forwards(schedule: Schedule) -> Mapping[Pass, Pass | None]:
     """Return {gather: the gather that replaces it in an evaluation}.
 
-    The replacement is an AF with the microbatch of the first forward that reads the weights. It is
-    None if no forward reads them.
+    The replacement is an AF with the microbatch of the first forward that reads the weights. The
+    result is None if no forward reads them.
     """
     found: dict[Pass, Pass | None] = {}
     for rank in range(len(schedule.ranks)):

@@ -104,8 +104,8 @@ def sharded_within(
         memory: the limit of all ranks, or one for each, in the unit of the costs; inf for none.
         gathers: shard the weights too, not only the gradients.
         moved: takes a limit on activation and returns the table within it, by offload or
-            recomputation, or raises ScheduleError. It is called if the table does not fit; None to
-            fail then.
+            recomputation, or raises ScheduleError. The function is called if the table does not
+            fit; None to fail then.
     Raises: ScheduleError for a table that has gathers or reductions. Also if none fits, with the
         least memory that the fullest rank needs.
     """
@@ -270,8 +270,8 @@ class _Played:
 def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living]:
     """Yield the choices to try of how many stages are gathered at a time.
 
-    They are one, two, half of a rank's stages, and all. A large table has fewer choices, because
-    simulating it takes long.
+    The choices are one, two, half of a rank's stages, and all. A large table has fewer choices,
+    because simulating it takes long.
 
     Args:
         gathers: shard the weights too, not only the gradients.

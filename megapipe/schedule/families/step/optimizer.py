@@ -32,8 +32,7 @@ def with_optimizer(
         schedule: a table with the reductions G, or without any.
         barrier: every update waits for the gradients of all ranks, because it needs their norm.
             Without it a rank updates after its own reductions. V of the next step then checks the
-            update. It stands after the first forwards, which can be repeated if the update was
-            wrong.
+            update. V runs after the first forwards, which can be repeated if the update was wrong.
         gather: when A gathers the updated weights. "after" is directly after each update. "ahead"
             is at the start of the next step, in the order of its forwards. "none" adds no A.
     Raises: ScheduleError for a table that has one of these passes.

@@ -19,8 +19,8 @@ SHARES = frozenset({Kind.E, Kind.S, Kind.C, Kind.T, Kind.EW})
 class VocabularyCosts:
     """Costs of one rank's share of the vocabulary for one microbatch, in the units of the costs.
 
-    A share is an equal part of the rows of embedding and head. It is one per rank, however many
-    stages the rank has.
+    A share is an equal part of the rows of embedding and head. There is one share per rank, however
+    many stages the rank has.
 
     Attributes:
         s: time of S, the forward of the share of the head with its input gradient.

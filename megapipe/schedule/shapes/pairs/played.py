@@ -47,7 +47,7 @@ def compiled_play(
 ) -> Callable[[Manner], tuple[float, Callable[[], Rows]] | None] | None:
     """Return a function that simulates the table in C, with pairs chosen by a policy.
 
-    The function takes a Manner, the policy by which ranks choose among ready passes. It returns
+    The function takes a Manner, the policy by which ranks choose among ready passes. The result is
     (makespan, rows), or None if ranks deadlock. `rows()` returns each rank's steps; call it before
     the next simulation.
 
