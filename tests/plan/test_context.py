@@ -26,7 +26,8 @@ def test_scores_inside_a_window_are_of_the_token_and_those_before_it(window):
     seq, channels = 64, 8
     seen = sum(min(token + 1, window + 1) for token in range(seq))
     load = Load(seq, seq, tp=1, shared=1, element=2, meets=False)
-    assert load.scores(channels, window) == pytest.approx(2 * channels * seen, rel=0.02)
+    model = replace(LLAMA, window_size=f"{window},0")
+    assert load.scores(channels, model) == pytest.approx(2 * channels * seen, rel=0.02)
 
 
 def test_what_is_sent_between_stages_is_the_hidden_states_of_a_microbatch():
