@@ -105,7 +105,6 @@ def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
         argv: the words of the command line, for the ranks.
     Raises: ConfigError for wrong flags, once and not from each rank.
     """
-    print(f"starting {processes} processes", file=sys.stderr, flush=True)
     from megapipe.checkpoint.save_load import find_checkpoint
     from megapipe.checkpoint.saved_config import with_checkpoint_args
     from megapipe.checks.inputs import path_problems, save_problems
@@ -120,4 +119,6 @@ def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
     # The launcher's own flags are not flags of a rank.
     _, rest = split_among(Launch, argv)
     command = [sys.executable, *torchrun, "-m", "megapipe", "pretrain", *rest]
+    # The launcher and its ranks import torch before they say anything.
+    print(f"starting {processes} processes", file=sys.stderr, flush=True)
     os.execv(sys.executable, command)

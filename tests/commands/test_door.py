@@ -97,7 +97,8 @@ def test_pretrain_starts_processes_that_train(tmp_path, monkeypatch, capsys):
     flags += " --global-batch-size 2 --train-iters 1 --eval-iters 0 --log-interval 1 --pipeline-model-parallel-size 2"
     became: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, words: became.append(words) or sys.exit(0))
-    assert called(monkeypatch, capsys, "pretrain", "--nproc", "2", *flags.split()) == (0, "", "")
+    started = (0, "", "starting 2 processes\n")
+    assert called(monkeypatch, capsys, "pretrain", "--nproc", "2", *flags.split()) == started
     (words,) = became
     assert words[:6] == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert "iteration        1/       1 |" in run_ranks(2, words[6:])
