@@ -62,8 +62,7 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """
     if unsaid := _unsaid(model):
         raise CheckpointError(unsaid)
-    nearest = ""
-    fewest: list[str] = []
+    others: list[tuple[bool, list[str], str]] = []
     for name, family in FAMILIES.items():
         if (
             family.is_sparse != model.has_experts
@@ -78,11 +77,19 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         differences = differing(model, content, name)
         if not differences:
             return content
-        if not nearest or len(differences) < len(fewest):
-            nearest = name
-            fewest = differences
+        others.append((_is_refused(content), differences, name))
+    # A refusal is one text however far the model is, so these families come last.
+    _, fewest, nearest = min(others, key=lambda other: (other[0], len(other[1])))
     head = f"no family of Hugging Face models is like this one; nearest is {nearest}:"
     raise CheckpointError([head, *fewest])
+
+
+def _is_refused(content: Json) -> bool:
+    try:
+        from_huggingface(content)
+    except CheckpointError:
+        return True
+    return False
 
 
 def differing(model: ModelConfig, content: Json, name: str) -> list[str]:
