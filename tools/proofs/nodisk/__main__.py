@@ -1,6 +1,7 @@
 """Kill drawn ranks at drawn passes: all losses and the weights at the end are an undisturbed run's.
 
     python -m tools.proofs.nodisk --kills 20 --layouts dp2pp4,dp4pp2 --schedules 1f1b,zb-h1
+    python -m tools.proofs.nodisk --kills 6 --after 20 --steps 160 --layouts dp4pp2,ep2,tp2
 
 A launcher forks the ranks of a world, kills them all when one is lost, as torchrun does, and starts
 them again. Memory of a machine is lost by removing its folder in /dev/shm.
@@ -76,6 +77,8 @@ class Options:
     """Steps of a run."""
     every: int = 1000
     """Steps between two saves to disk, besides the one at the end."""
+    after: int = 0
+    """Least number of steps that are trained after a kill, before the next one."""
     seed: int = 1
     """Seed of all draws."""
     nodes: float = 0.5
@@ -243,7 +246,10 @@ def proved(options: Options, layout: str, schedule: str, data: Path, root: Path)
     for _ in range(options.kills):
         place = draw.choice(options.places.split(","))
         count = draw.randrange({"pass": 30, "copy": 2, "seal": 2}.get(place, 1))
-        death = Death(draw.randrange(options.world), place, draw.randrange(4), count)
+        step = draw.randrange(4)
+        if kills:
+            step += options.after
+        death = Death(draw.randrange(options.world), place, step, count)
         if broken.attempt(death, places):
             text = "the run ended before"
             print(f"{layout:7} {schedule:8} {text} {death}", flush=True)
