@@ -246,7 +246,8 @@ def _replicas(saved: Mapping[str, Any]) -> int:
     axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     # Earlier versions lack the newer axes.
     sizes = (saved["parallel"].get(axis, 1) for axis in axes)
-    return int(saved["world_size"] // math.prod(sizes))
+    # Rounded up: a replica may have lacked a rank.
+    return -int(-saved["world_size"] // math.prod(sizes))
 
 
 def resume_problems(

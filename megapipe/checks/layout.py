@@ -26,7 +26,8 @@ def layout_problems(config: Config) -> Iterator[str]:
     cp = par.context_parallel_size
     world = config.world_size
     ranks = par.ranks_of_a_replica
-    if world % ranks:
+    is_whole = world % ranks == 0 or config.lacks_a_rank
+    if not is_whole:
         context = f"--context-parallel-size {cp} x " if cp > 1 else ""
         layouts = _layouts(config) if cp == 1 else ""
         yield (
@@ -37,7 +38,7 @@ def layout_problems(config: Config) -> Iterator[str]:
         )
     # The number of microbatches does not follow from such a world. The schedule is checked with
     # one that suits it, unless that takes long: the world size has to change anyway.
-    if world % ranks or not config.batch.micro_batch_size:
+    if not is_whole or not config.batch.micro_batch_size:
         if pp <= _LARGEST:
             yield from pipeline_problems(config, None)
     else:

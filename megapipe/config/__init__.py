@@ -89,7 +89,32 @@ class Config:
     @property
     def data_parallel_size(self) -> int:
         """Number of replicas of the model. Each trains on other samples."""
-        return self.world_size // self.parallel.ranks_of_a_replica
+        return (self.world_size + self.lacks_a_rank) // self.parallel.ranks_of_a_replica
+
+    @property
+    def lacks_a_rank(self) -> bool:
+        """Return whether one rank is missing, and its peers run its passes (--elastic)."""
+        ranks = self.parallel.ranks_of_a_replica
+        is_one_short = self.world_size > ranks > 1 and (self.world_size + 1) % ranks == 0
+        return self.checkpoint.elastic and is_one_short
+
+    @property
+    def can_reroute(self) -> bool:
+        """Return whether peers could run the passes of a missing rank.
+
+        They can if only data and pipeline parallelism split the run, and if no state outside of the
+        optimizer changes in a step.
+        """
+        par = self.parallel
+        plain = par.ranks_of_a_replica == par.pipeline_model_parallel_size
+        shares = par.splits_optimizer or par.enable_optimizer_post_validation
+        special = self.model.has_experts or self.model.fp8_format is not None
+        return (
+            plain
+            and not (shares or special)
+            and par.p2p_mode == "plain"
+            and self.data.dataloader_type == "single"
+        )
 
     @property
     def weight_replicas(self) -> int:

@@ -136,6 +136,15 @@ class CheckpointConfig:
     Default: the ranks divided by --replication-factor."""
     replication_factor: Annotated[int, at_least(2), REPLICATES] = 2
     """Number of ranks that have a state, its owner included."""
-    elastic: Annotated[bool, IN_MEMORY] = False
+    elastic: Annotated[
+        bool,
+        IN_MEMORY,
+        Refused(
+            "{}: one rank is missing. Its peers can run its passes with data and pipeline "
+            "parallelism alone, equal states, forwards and backwards in bf16, fp16 or fp32, and "
+            "--dataloader-type single. Start all ranks, or a replica less.",
+            lambda c: c.lacks_a_rank and not c.can_reroute,
+        ),
+    ] = False
     """Go on from states in memory with fewer or more data-parallel ranks: the same samples in the
     same order, and the same global batch. Not in Megatron-LM."""

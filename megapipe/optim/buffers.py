@@ -142,6 +142,7 @@ class FlatBuffers:
             under ZeRO-1 over n ranks, else all. `main` has these elements only.
         sections: the parameters by learning rate and weight decay, with their elements in `share`.
         own: names of the parameters that are not borrowed.
+        names: names of all parameters.
         shard: the weights in `share`, also while `model` has no memory.
         rounds: whether `main` has another type than `model`, to which it must be rounded.
     """
@@ -175,6 +176,7 @@ class FlatBuffers:
             where = self.within(section.where.start, section.where.stop)
             self.sections.append(section._replace(where=where))
         self.own = tuple(name for section in self.sections for name in section.names)
+        self.names = tuple(placed.of)
         self._partial = [name for name in self._where if layout_of(params[name]).sum_over_tp]
 
         dtype = next(iter(dtypes), torch.float32)
@@ -198,12 +200,16 @@ class FlatBuffers:
         self.rounds = has_main and dtype != main_dtype
         self.main = self.shard.to(main_dtype) if self.rounds else self.shard
         for name, param in params.items():
-            setattr(param, "main_grad", self.view(self.grads, name))  # noqa: B010
             # A W pass may run after the release, so it must not read this weight.
             setattr(param, "is_dropped", drops)  # noqa: B010
-            # megapipe's layers add to main_grad themselves. For any other layer, autograd's `.grad`
-            # is added after it is complete, and released.
-            param.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
+            self.give_grad(param, self.grads, name)
+
+    def give_grad(self, param: nn.Parameter, grads: Tensor, name: str) -> None:
+        """Let a parameter add its gradients to its part of `grads`, a tensor like `self.grads`."""
+        setattr(param, "main_grad", self.view(grads, name))  # noqa: B010
+        # megapipe's layers add to main_grad themselves. For any other layer, autograd's `.grad` is
+        # added after it is complete, and released.
+        param.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """Return the part of a flat tensor that is one parameter, in the parameter's shape.

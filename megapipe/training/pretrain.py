@@ -26,6 +26,7 @@ from megapipe.distributed.device import (
 from megapipe.distributed.meeting.met import Met
 from megapipe.distributed.meeting.together import on_first
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.seats import one_pipeline, seated
 from megapipe.models.provider import Provider, gpt_provider
 from megapipe.pipeline_parallel.loss import ForwardStep
 from megapipe.pipeline_parallel.watch.watch import Watch
@@ -51,6 +52,7 @@ from megapipe.training.report.reporter import Reporter
 from megapipe.training.report.stdout import stdout_may_break
 from megapipe.training.reschedule import with_rescheduling
 from megapipe.training.saving import Saving
+from megapipe.training.steps.rerouted import parallel_of_ranks, rerouted
 
 
 @stdout_may_break()
@@ -120,13 +122,16 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
     same = {}
     if config.world_size > 1:
         same = facts(config, launch.plan, (launch.provider, *programs))
-    met = Met.of(config.parallel, device, same)
+    parallel = parallel_of_ranks(config)
+    met = Met.of(parallel, device, same)
     plan = launch.plan or met.from_first("plan", partial(make_plan, config))
-    mesh = ProcessMesh.create(config.parallel, device, plan.shares, met=met)
+    mesh = ProcessMesh.create(parallel, device, plan.shares, met=met)
+    if config.lacks_a_rank:
+        mesh = seated(mesh, config.parallel, plan.shares)
     try:
         # The lock on --save comes before the model: a second run there is refused before it
         # allocates memory.
-        with Watch(mesh), one_run(config.checkpoint.save, mesh):
+        with Watch(one_pipeline(mesh)), one_run(config.checkpoint.save, mesh):
             yield mesh, plan
     finally:
         mesh.close()
@@ -225,6 +230,8 @@ class Training:
         fresh, parameters = build_run(
             config, mesh, plan, report, provider, forward_step, eod, hooks
         )
+        if config.lacks_a_rank:
+            fresh = rerouted(fresh, forward_step, eod)
         # Sizes of now: a file that is cut off later would kill the process that reads it.
         self.check_files = partial(refuse_cut_off, mapped_files(config.data))
         flags = config.checkpoint
@@ -239,7 +246,9 @@ class Training:
         if self.copies is not None:
             follow(run, self.copies)
         self.hooks = with_rescheduling(hooks, config, plan)
-        reading = Reading(config, mesh, plan.schedule.placement, hooks.reading_stages(plan.spans))
+        stages = run.stages
+        also_read = hooks.reading_stages(plan.spans)
+        reading = Reading(config, stages.mesh, stages.schedule.placement, also_read)
         self.evaluation = Evaluation(run, self.hooks, reading, data, self.check_files)
         self.profiler = Profiler(config.log, mesh.world.rank)
         last = run.progress.iteration if back is None else newest_on_disk(run)

@@ -51,6 +51,10 @@ def equal_sets(config: Config) -> Sets:
 
     In a model with experts, ranks of one set also have equal experts.
     """
+    if config.lacks_a_rank:
+        # Numbered replica by replica, as in distributed/seats.py, and the last one is missing.
+        ranks = config.parallel.ranks_of_a_replica
+        return [tuple(range(seat, config.world_size, ranks)) for seat in range(ranks)]
     names = ("edp",) if config.model.has_experts else ("cp", "dp")
     return Grids.of(config.parallel, config.world_size).sets(*names)
 

@@ -129,7 +129,7 @@ def _along(config: Config, rank: int, x: Kept, of: Config | None = None) -> tupl
     """
 
     def sets(config: Config) -> list[tuple[int, ...]]:
-        if x.filled is None:
+        if x.filled is None or config.lacks_a_rank:
             return equal_sets(config)
         names = ("edp",) if x.of_experts else ("cp", "dp")
         return Grids.of(config.parallel, config.world_size).sets(*names)

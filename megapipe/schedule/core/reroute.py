@@ -62,9 +62,10 @@ class Joint:
     def microbatch(self, replica: int, microbatch: int) -> int:
         """Return the microbatch of the joint table that is `microbatch` of a replica.
 
-        Microbatches are numbered replica by replica.
+        Replicas take turns, as they do with the samples of a batch. So the joint table reads a
+        batch in its order.
         """
-        return replica * self.table.num_microbatches + microbatch
+        return microbatch * self.replicas + replica
 
     def peer(self, microbatch: int) -> int:
         """Return the replica that runs a microbatch in place of the lost rank.
@@ -86,8 +87,8 @@ class Joint:
         """
         place = self.table.placement
         rank_of = []
-        for replica in range(self.replicas):
-            for microbatch in range(self.table.num_microbatches):
+        for microbatch in range(self.table.num_microbatches):
+            for replica in range(self.replicas):
                 first = self.table.chain_of(microbatch) * place.chain
                 for stage in range(first, first + place.chain):
                     at = (replica, place.rank_of[stage])
@@ -251,7 +252,7 @@ def _unordered(ranks: Joint) -> Schedule:
         rows[rank] += steps
     documents = table.documents
     if len(documents) > 1:
-        documents *= ranks.replicas
+        documents = tuple(x for x in documents for _ in range(ranks.replicas))
     name = f"{table.name} x {ranks.replicas}"
     if ranks.lost is not None:
         name += " without rank {1} of replica {0}".format(*ranks.lost)
