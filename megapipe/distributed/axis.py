@@ -169,7 +169,7 @@ class Axis:
         """
         if self.size == 1:
             return Pending(x)
-        exchange = self._exchange(x, lambda parts: _combine(parts, x, _OF_TWO[op]))
+        exchange = self._exchange(x, lambda parts: _combine(parts, x, OF_TWO[op]))
         if exchange is not None:
             return Pending(x, exchange)
         op_of_torch = getattr(dist.ReduceOp, op.upper())
@@ -320,7 +320,7 @@ ALONE = Axis()
 """An axis of size 1."""
 
 
-_OF_TWO: dict[str, Callable[..., Tensor]] = {
+OF_TWO: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,

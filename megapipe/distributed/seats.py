@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from megapipe.config import ParallelConfig
-from megapipe.distributed.axis import Axis, Pending
+from megapipe.distributed.axis import OF_TWO, Axis, Pending
 from megapipe.distributed.groups import group_of
 from megapipe.distributed.mesh import ProcessMesh
 
@@ -49,9 +49,10 @@ class Seats(Axis):
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
         """Combine x over the seats in their order, in place."""
-        rows = self._rows(x)
-        combined = {"sum": rows.sum, "max": rows.amax, "min": rows.amin}[op](0)
-        return Pending(x.copy_(combined))
+        first, *others = self._rows(x)
+        for other in others:
+            OF_TWO[op](first, other, out=first)
+        return Pending(x.copy_(first))
 
     def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
         """Gather x [n, ...] of each seat into one tensor [size * n, ...]; `into` is not used."""

@@ -247,8 +247,7 @@ class Training:
             follow(run, self.copies)
         self.hooks = with_rescheduling(hooks, config, plan)
         stages = run.stages
-        also_read = hooks.reading_stages(plan.spans)
-        reading = Reading(config, stages.mesh, stages.schedule.placement, also_read)
+        reading = Reading(config, stages.mesh, stages.schedule.placement, stages.also_read)
         self.evaluation = Evaluation(run, self.hooks, reading, data, self.check_files)
         self.profiler = Profiler(config.log, mesh.world.rank)
         last = run.progress.iteration if back is None else newest_on_disk(run)

@@ -56,7 +56,9 @@ def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
             "each of its stages is on two ranks already. Start all ranks."
         )
     stages = Rerouted(run, forward_step, eod)
-    time = simulate(stages.schedule, stages.costs).makespan / simulate(table, run.plan.costs).makespan
+    time = (
+        simulate(stages.schedule, stages.costs).makespan / simulate(table, run.plan.costs).makespan
+    )
     replicas = run.config.data_parallel_size
     run.say(
         f"--elastic: rank {len(table.ranks) - 1} of replica {replicas - 1} is missing. Its peers "
@@ -122,6 +124,9 @@ class Rerouted(Stages):
         replica, seat = divmod(self.mesh.pp.rank, place.num_ranks)
         chunks = [place.position(stage) for stage in place.stages_on(seat)]
         self.modules = []
+        reading = self._of.stages.also_read
+        all_stages = range(self.schedule.placement.num_stages)
+        self.also_read = [stage for stage in all_stages if stage % place.chain in reading]
         for stage in self.schedule.placement.stages_on(self.mesh.pp.rank):
             microbatch, position = divmod(stage, place.chain)
             is_own = microbatch % replicas == replica

@@ -52,6 +52,7 @@ class Stages:
         schedule: the table of the next steps, with the passes for reduction and update that flags
             ask for.
         stopwatch: times of the last training step whose passes are over.
+        also_read: stages that get batches in addition to those with embedding or loss.
         routers: the routers of this rank's layers with experts.
         scales: the FP8 scales of this rank's layers.
         copy: takes the index of a stage of this rank, begins to copy its state to a peer, and
@@ -76,7 +77,7 @@ class Stages:
         self.stopwatch = Stopwatch(mesh.device)
         self._forward_step = forward_step
         self._eod = eod
-        self._also_read = also_read
+        self.also_read = also_read
         self._adder = Adder(mesh)
         self.copy: Callable[[int], Callable[[], None]] | None = None
         mirrored = schedule.placement.num_chains > 1
@@ -162,7 +163,7 @@ class Stages:
         # All stages of the rank, and all slices, ask for the same documents.
         documents = lru_cache(maxsize=64)(partial(documents_of, config, self._eod, microbatches))
         reading = StepReading(
-            config, table, mesh, self._eod, self._also_read, microbatches, documents
+            config, table, mesh, self._eod, self.also_read, microbatches, documents
         )
         own = table.placement.stages_on(mesh.pp.rank)
         watch = Stopwatch(mesh.device, table)

@@ -1,9 +1,12 @@
-"""Lose a data-parallel replica, go on without it, and grow again: dp 4 -> 3 -> 4, without disk.
+"""Lose ranks, go on without them, and grow again, without disk.
 
     python -m tools.proofs.nodisk.elastic --layouts dp4,dp4zero,dp4pp2
+    python -m tools.proofs.nodisk.elastic --layouts dp2pp2,dp2pp4 --schedule zb-h1
 
-The losses are compared with those of a run of dp 4 that nobody disturbs, and the samples of each
-step with its samples, in their order.
+Either a whole data-parallel replica is lost, as in dp 4 -> 3 -> 4, or one rank, whose passes its
+peers run. Losses are compared with those of a run that nobody disturbs, and the samples of each
+step with its samples, in their order. With two replicas and one lost rank all numbers, and the
+weights at the end, must be equal to the bit.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 
+from megapipe.commands.chaos.broken_run import difference
 from megapipe.data.indexed import IndexedWriter
 from megapipe.flags.parse import parse
 from tools.proofs.nodisk.__main__ import FLAGS, MEMORY, Launcher
@@ -25,19 +30,41 @@ from tools.proofs.nodisk.rank import Death
 
 # A replica's ranks are neighbours, as on a machine.
 _REPLICA = "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --num-layers 4"
+_PP2 = "--pipeline-model-parallel-size 2 --num-layers 4"
+
+
+class Layout(NamedTuple):
+    """Ranks of a run, and how many of them are lost.
+
+    Attributes:
+        ranks: number of ranks.
+        lost: number of ranks that are lost together: neighbours.
+        flags: the flags.
+        near: the largest relative difference of a loss; 0 compares norms and weights, too.
+    """
+
+    ranks: int
+    lost: int
+    flags: str
+    near: float = 1e-6
+
+
 LAYOUTS = {
-    "dp4": (1, "--num-layers 2"),
-    "dp4zero": (1, "--num-layers 2 --use-distributed-optimizer"),
-    "dp4pp2": (2, f"{_REPLICA} --replication-jump 2 --use-distributed-optimizer"),
-    "dp4pp2plain": (2, f"{_REPLICA}"),
-    "dp4zero3": (
+    "dp4": Layout(4, 1, "--num-layers 2"),
+    "dp4zero": Layout(4, 1, "--num-layers 2 --use-distributed-optimizer"),
+    "dp4pp2": Layout(8, 2, f"{_REPLICA} --replication-jump 2 --use-distributed-optimizer"),
+    "dp4pp2plain": Layout(8, 2, _REPLICA),
+    "dp4zero3": Layout(
+        4,
         1,
         "--num-layers 2 --use-distributed-optimizer --ckpt-format torch_dist "
         "--data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp",
     ),
+    # One rank of a pipeline: its peers run its passes.
+    "dp2pp2": Layout(4, 1, _PP2, near=0),
+    "dp2pp4": Layout(8, 1, "--pipeline-model-parallel-size 4 --num-layers 8", near=0),
+    "dp3pp2": Layout(6, 1, _PP2),
 }
-NEAR = 1e-6
-"""The largest relative difference of a loss."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +89,30 @@ def proved(options: Options, layout: str, data: Path, root: Path) -> str:
     Raises: SystemExit for a difference.
     """
     draw = random.Random(f"{options.seed} {layout}")
-    each, more = LAYOUTS[layout]
+    ranks, together, more, near = LAYOUTS[layout]
     flags = (
         f"{FLAGS} {more} --global-batch-size 12 --pipeline-schedule {options.schedule} "
         f"--train-iters {options.steps} --data-path {data}"
     ).split()
     # Both run with copies, so that both have one table.
     flags += [*MEMORY.split(), "--elastic"]
-    whole = range(4 * each)
-    plain, broken = (Launcher(flags, root / name, len(whole)) for name in ("plain", "broken"))
-    for launcher in (plain, broken):
-        launcher.folder.mkdir()
+    whole = range(ranks)
+    launchers = []
+    for name in ("plain", "broken"):
+        folder = root / name
+        folder.mkdir()
+        saves = f"--save {folder}/save --save-interval {options.steps}"
+        launchers.append(Launcher([*flags, *saves.split()], folder, ranks))
+    plain, broken = launchers
     if not plain.attempt(None):
         raise SystemExit(f"the undisturbed run failed, see {plain.folder}")
-    gone = draw.randrange(4)
-    fewer = [n for n in whole if n // each != gone]
+    gone = draw.randrange(ranks // together)
+    fewer = [n for n in whole if n // together != gone]
     lost = draw.choice([n for n in whole if n not in fewer])
     sizes = []
 
     def attempt(places: Sequence[int], death: Death | None) -> bool:
-        sizes.append(len(places) // each)
+        sizes.append(len(places))
         return broken.attempt(death, places)
 
     third = options.steps // 3
@@ -104,18 +135,22 @@ def proved(options: Options, layout: str, data: Path, root: Path) -> str:
         for name, value in row["losses"].items():
             other = float.fromhex(expected[row["step"]]["losses"][name])
             far = max(far, abs(float.fromhex(value) / other - 1))
+    last = f"save/iter_{options.steps:07d}"
+    tensors, differing = difference(plain.folder / last, broken.folder / last)
+    exact = all(row == expected[row["step"]] for row in rows) and not differing
     samples, others = plain.samples(), broken.samples()
     differ = [step for step in samples if others[step] != samples[step]]
     back = [x for x in broken.said() if " are back " in x]
     text = (
-        f"{layout:11} {options.schedule}: replicas {' -> '.join(map(str, sizes))}, {len(back)} "
+        f"{layout:11} {options.schedule}: ranks {' -> '.join(map(str, sizes))}, {len(back)} "
         f"returns in memory; {len(rows)} losses, at most {far:.1e} apart; samples of "
-        f"{len(samples)} steps, {len(differ)} differ"
+        f"{len(samples)} steps, {len(differ)} differ; {tensors} tensors, {len(differing)} differ"
     )
-    reads = [row for row in broken.rows() if "read" in row]
+    own = str(broken.folder / last)
+    reads = [x for x in broken.rows() if not str(x.get("read", own)).startswith(own)]
     # Of each of the two new sizes, one return was not cut off.
     short = len(back) != 2 or {row["step"] for row in rows} != expected.keys()
-    if far > NEAR or differ or reads or short:
+    if far > near or (near == 0 and not exact) or differ or reads or short:
         raise SystemExit(f"{text}\n{reads[:3]} {differ[:3]} {broken.said()}")
     return text
 

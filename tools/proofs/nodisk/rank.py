@@ -106,7 +106,8 @@ def _note_numbers(path: Path, *, writes: bool) -> None:
 
     def read(self: driver.Driver, consumed: int) -> Any:
         step = batches(self, consumed)
-        mesh = self.run.mesh
+        # Of the passes: without a rank there is one pipeline of all ranks.
+        mesh = self.run.stages.mesh
         if mesh.pp.rank == mesh.tp.rank == 0:
             sums = [crc32(tokens_of(x).numpy().tobytes()) for x in step]
             note(samples=sums, before=consumed, dp=mesh.dp.size, replica=mesh.dp.rank)
