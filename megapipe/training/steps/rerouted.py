@@ -1,9 +1,9 @@
 """Run the steps of a run that lacks a rank: its peers run its passes, too.
 
-The steps are those of one pipeline of all ranks, in which each microbatch has stages of its own, see
-`schedule/core/reroute.py`. Losses and weights are those of a whole run. With two replicas they are
-equal to the bit: the gradients of the lost rank's microbatches are summed apart, and added where
-data parallelism would add them.
+The steps are those of one pipeline of all ranks, in which each microbatch has stages of its own,
+see `schedule/core/reroute.py`. Losses and weights are those of a whole run. With two replicas they
+are equal to the bit: the gradients of the lost rank's microbatches are summed apart, and added
+where data parallelism would add them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megapipe.config import Config, ParallelConfig
 from megapipe.data.loader import Microbatch
 from megapipe.distributed.late import Late
 from megapipe.distributed.seats import one_pipeline
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, ScheduleError
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.pipeline_parallel.loss import ForwardStep
 from megapipe.pipeline_parallel.passes.begin import Weights
@@ -46,8 +46,7 @@ def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
         run: a fresh run.
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         eod: end-of-document id of the tokenizer.
-    Raises: ConfigError if the schedule has two chains. ScheduleError if its table cannot be
-        rerouted.
+    Raises: ConfigError if the table of the run cannot be rerouted.
     """
     table = run.plan.schedule
     if table.placement.num_chains > 1:
@@ -55,14 +54,19 @@ def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
             f"--elastic: a rank is missing, and the passes of {table.name} cannot be rerouted, as "
             "each of its stages is on two ranks already. Start all ranks."
         )
-    stages = Rerouted(run, forward_step, eod)
-    time = (
-        simulate(stages.schedule, stages.costs).makespan / simulate(table, run.plan.costs).makespan
-    )
+    try:
+        stages = Rerouted(run, forward_step, eod)
+    except ScheduleError as error:
+        raise ConfigError(
+            f"--elastic: a rank is missing, and its passes cannot be rerouted. {error} Start all "
+            "ranks."
+        ) from error
+    healthy = simulate(table, run.plan.costs).makespan
+    factor = simulate(stages.schedule, stages.costs).makespan / healthy
     replicas = run.config.data_parallel_size
     run.say(
         f"--elastic: rank {len(table.ranks) - 1} of replica {replicas - 1} is missing. Its peers "
-        f"run its passes, and a step takes {time:.2f} times as long by the schedule's clock"
+        f"run its passes, and a step takes {factor:.2f} times as long by the schedule's clock"
     )
     return replace(run, stages=stages)
 
