@@ -48,7 +48,7 @@ def layer_of(position):
     return layer
 
 
-def trained(table, microbatches):
+def trained(table, replicas):
     """Run a joint table; return {(replica, position): gradients by rank} and {microbatch: loss}."""
     place = table.placement
 
@@ -57,7 +57,7 @@ def trained(table, microbatches):
         for number in place.stages_on(mesh.pp.rank):
             microbatch, position = number // place.chain, place.position(number)
             # The replica of a peer has a buffer for gradients of its own.
-            key = (microbatch // microbatches, position)
+            key = (microbatch % replicas, position)
             layers.setdefault(key, layer_of(position))
             part = Part(layers[key], data(microbatch))
 
@@ -96,7 +96,7 @@ def plain(chain, replicas, microbatches):
     losses, grads = {}, {}
     for replica in range(replicas):
         layers = [layer_of(position) for position in range(chain)]
-        for number in range(replica * microbatches, (replica + 1) * microbatches):
+        for number in range(replica, replicas * microbatches, replicas):
             x = data(number)
             for layer in layers:
                 x = torch.tanh(layer(x))
@@ -116,8 +116,8 @@ def test_a_step_without_a_rank_has_the_losses_and_gradients_of_the_whole_one(see
     gone = (draw.randrange(replicas), draw.randrange(ranks))
     found = reroute(table, replicas, gone, COSTS)
     verify(found, costs=joint_costs(COSTS, table))
-    expected, losses = trained(joint(table, replicas), table.num_microbatches)
-    grads, others = trained(found, table.num_microbatches)
+    expected, losses = trained(joint(table, replicas), replicas)
+    grads, others = trained(found, replicas)
     assert losses.keys() == others.keys() == set(range(replicas * table.num_microbatches))
     assert all(torch.equal(losses[n], others[n]) for n in losses)
     wanted, gradients = plain(table.placement.chain, replicas, table.num_microbatches)

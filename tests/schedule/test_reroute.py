@@ -15,7 +15,7 @@ COSTS = Costs(1.0, 1.5, 0.5, comm=0.1)
 
 def owner(table, replicas, lost, item):
     """(replica, microbatch within it, position in the model) of a pass of a joint table."""
-    replica, microbatch = divmod(item.microbatch, table.num_microbatches)
+    microbatch, replica = divmod(item.microbatch, replicas)
     return replica, microbatch, table.placement.position(item.stage % table.placement.chain)
 
 
@@ -42,12 +42,12 @@ def test_others_keep_their_rows_and_peers_the_order_of_their_own_passes(name):
             if (replica, rank) == lost:
                 continue
             there = found.ranks[ranks.rank(replica, rank)]
-            own = [step for step in there if step[0].microbatch // table.num_microbatches == replica]
+            own = [step for step in there if step[0].microbatch % 3 == replica]
             assert [[x.kind for x in step] for step in own] == [[x.kind for x in step] for step in row]
-            adopted = [x for step in there for x in step if x.microbatch // table.num_microbatches != replica]
+            adopted = [x for step in there for x in step if x.microbatch % 3 != replica]
             # Each peer has its share of the lost rank's passes; no other rank has any.
             assert bool(adopted) == (rank == lost[1])
-            assert {x.microbatch // table.num_microbatches for x in adopted} <= {lost[0]}
+            assert {x.microbatch % 3 for x in adopted} <= {lost[0]}
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
@@ -57,6 +57,19 @@ def test_a_step_takes_no_longer_than_if_all_work_of_the_replica_were_divided(nam
     healthy = simulate(table, COSTS).makespan
     rerouted = simulate(reroute(table, replicas, (0, 3), COSTS), joint_costs(COSTS, table)).makespan
     assert rerouted <= replicas / (replicas - 1) * healthy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rank_holds_more_than_the_limit_though_a_peer_runs_the_passes_of_two(name):
+    table = build(name, 4, 8)
+    memory = max(simulate(table, COSTS).peak)
+    free = simulate(reroute(table, 2, (1, 0), COSTS), joint_costs(COSTS, table))
+    found = reroute(table, 2, (1, 0), COSTS, memory)
+    verify(found, memory=memory, costs=joint_costs(COSTS, table))
+    bound = simulate(found, joint_costs(COSTS, table))
+    assert max(bound.peak) <= memory < max(free.peak)
+    # The whole replica first, then all that the lost rank left: never longer.
+    assert bound.makespan <= 2 * simulate(table, COSTS).makespan
 
 
 def test_what_fits_into_bubbles_costs_little():
@@ -80,8 +93,8 @@ def test_what_cannot_be_rerouted_is_refused_with_its_reason():
         reroute(table, 1, (0, 1))
     with pytest.raises(ScheduleError, match=r"there is no rank 4 of replica 0, only 4 ranks of 2 replica"):
         reroute(table, 2, (0, 4))
-    with pytest.raises(ScheduleError, match="a peer would hold 8, more than 4"):
-        reroute(table, 2, (0, 0), memory=4.0)
+    with pytest.raises(ScheduleError, match="a peer would hold 4, more than 3"):
+        reroute(table, 2, (0, 0), memory=3.0)
     stepped = Recipe("1f1b", 4, 8, replicas=True).whole()
     assert Kind.P in stepped.kinds
     with pytest.raises(ScheduleError, match="has P: reroute F, B, W and BW"):

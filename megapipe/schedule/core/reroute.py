@@ -16,6 +16,7 @@ from math import inf
 from typing import Any
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.core.room import Room
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.kinds import LAYERS
@@ -149,8 +150,8 @@ def reroute(
 ) -> Schedule:
     """Return the joint table of data-parallel replicas, if one of them has lost a rank.
 
-    The same pipeline rank of each other replica (a peer) runs part of the lost rank's passes. Three
-    ways to order the passes of a peer are tried, and the fastest that fits is returned.
+    The same pipeline rank of each other replica (a peer) runs part of the lost rank's passes.
+    Three ways to order the passes of a peer are tried, and the fastest is returned.
 
     Args:
         table: the table of one replica, of one training step.
@@ -172,20 +173,20 @@ def reroute(
     ranks = Joint(table, replicas, lost)
     unordered = _unordered(ranks)
     costs = joint_costs(costs, table)
+    queues = list(ranks.queues())
+    room = Room.of(unordered, queues, costs, inf if memory is None else memory)
+    if room.least > room.limit:
+        raise ScheduleError(
+            f"{table.name} without {name}: a peer would hold {room.least:g}, more than "
+            f"{room.limit:g}."
+        )
     tables = []
     for priority in _priorities(ranks, costs):
-        rows = _by_time(unordered, list(ranks.queues()), costs, priority)
+        rows = _by_time(unordered, queues, costs, priority, room)
         found = replace(unordered, ranks=tuple(map(tuple, rows)))
         time = simulate(found, costs)
         tables.append((time.makespan, max(time.peak), found))
-    least = min(peak for _, peak, _ in tables)
-    room = inf if memory is None else memory
-    if least > room:
-        raise ScheduleError(
-            f"{table.name} without {name}: a peer would hold {least:g}, more than {room:g}."
-        )
-    _, _, best = min((x for x in tables if x[1] <= room), key=lambda x: x[:2])
-    return best
+    return min(tables, key=lambda x: x[:2])[2]
 
 
 def joint_costs(costs: Costs, table: Schedule) -> Costs:
@@ -271,6 +272,7 @@ def _by_time(
     queues: Sequence[tuple[int, list[Step]]],
     costs: Costs,
     priority: Priority,
+    room: Room,
 ) -> list[list[Step]]:
     """Return the row of each rank, taken step by step from its queues.
 
@@ -282,6 +284,7 @@ def _by_time(
             steps of the lost rank.
         costs: the costs of the joint table.
         priority: chooses among steps that can start at one time.
+        room: the memory of a rank.
     """
     place = table.placement
     needs = Dependencies(table)
@@ -304,7 +307,7 @@ def _by_time(
     def start(queue: int) -> float | None:
         """Return when the next step of a queue can start; None while its inputs are missing."""
         rank, steps = queues[queue]
-        if at[queue] == len(steps):
+        if at[queue] == len(steps) or not room.fits(queue, at):
             return None
         time = free[rank]
         for need in waits[queue]:

@@ -121,7 +121,9 @@ class Rerouted(Stages):
         place = schedule.placement
         replicas = self._of.config.data_parallel_size
         lost = (replicas - 1, place.num_ranks - 1)
-        self.schedule = reroute(schedule, replicas, lost, costs)
+        # No rank holds more activations than the fullest one of a whole replica.
+        memory = max(simulate(schedule, costs).peak)
+        self.schedule = reroute(schedule, replicas, lost, costs, memory)
         self.costs = joint_costs(costs, schedule)
         # One module for each stage of the joint table. A rank runs those of its replica, and with
         # the seat of the lost rank some of those of the last replica.

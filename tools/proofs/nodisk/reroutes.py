@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     draw = random.Random(options.seed)
     names = [name for name, entry in SCHEDULES.items() if not entry.searched]
     refused: Counter[str] = Counter()
-    prices: defaultdict[int, list[tuple[float, float, str]]] = defaultdict(list)
+    prices: defaultdict[int, list[tuple[float, bool, str]]] = defaultdict(list)
     count = 0
     while count < options.draw:
         name = draw.choice(names)
@@ -67,15 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             sum(of_all.of_step(x, found.placement, sliced) for x in row) for row in found.ranks
         )
         assert time.makespan >= work - 1e-9, (name, lost)
-        prices[replicas].append((time.makespan / healthy, time.makespan / work, name))
+        prices[replicas].append((time.makespan / healthy, memory is not None, name))
     for replicas, rows in sorted(prices.items()):
         bound = replicas / (replicas - 1)
         ratios = sorted(x for x, _, _ in rows)
-        above = [(round(x, 3), name) for x, _, name in rows if x > bound + 1e-9]
+        above = [(round(x, 3), full, name) for x, full, name in rows if x > bound + 1e-9]
+        full = sum(full for _, full, _ in above)
         print(
             f"{replicas} replicas: {len(rows)} tables sound; a step takes {ratios[0]:.3f} to "
             f"{ratios[-1]:.3f} x the healthy one, in the middle {ratios[len(ratios) // 2]:.3f}; "
-            f"{replicas}/{replicas - 1} = {bound:.3f}, {len(above)} above it {sorted(above)[-3:]}"
+            f"{replicas}/{replicas - 1} = {bound:.3f}, {len(above)} above it, {full} of them "
+            f"with no more memory than the fullest rank had {sorted(above)[-3:]}"
         )
     print("refused:", ", ".join(f"{n} ({why})" for why, n in refused.items()))
     return 0
