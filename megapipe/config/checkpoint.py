@@ -146,5 +146,6 @@ class CheckpointConfig:
             lambda c: c.lacks_a_rank and not c.can_reroute,
         ),
     ] = False
-    """Go on from states in memory with fewer or more data-parallel ranks: the same samples in the
-    same order, and the same global batch. Not in Megatron-LM."""
+    """Go on from states in memory with fewer or more data-parallel ranks, or without one rank,
+    whose passes its peers run: the same samples in the same order, and the same global batch. Not
+    in Megatron-LM."""
