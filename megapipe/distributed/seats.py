@@ -6,8 +6,8 @@ The ranks are numbered replica by replica. With 2 replicas of 3 ranks:
     replica 0    0  1  2
     replica 1    3  4  (2)      rank 2 has the last seat of both
 
-The passes of such a run belong to one pipeline of all ranks. Its weights, their norm and their
-checkpoint are those of the replicas.
+The passes of such a run belong to one pipeline of all ranks. Sums of gradients, norms and
+checkpoints go by replicas and seats, as in any run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Seats(Axis):
     from all ranks of `over`, and reads the rows of its own replica.
 
     Attributes:
-        over: the ranks that call together: those of all replicas.
+        over: the ranks of all replicas, which call together.
     """
 
     over: Axis = Axis()

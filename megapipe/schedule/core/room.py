@@ -73,7 +73,7 @@ class Room:
 
     @property
     def least(self) -> float:
-        """What the fullest rank holds at least: the most of one queue, while the other waits."""
+        """Return the least limit: the most that one queue holds while the other waits."""
         return max(row[0] for row in self.most)
 
     def fits(self, queue: int, at: Sequence[int]) -> bool:

@@ -1,9 +1,9 @@
 """Run the steps of a run that lacks a rank: its peers run its passes, too.
 
-The steps are those of one pipeline of all ranks, in which each microbatch has stages of its own,
-see `schedule/core/reroute.py`. Losses and weights are those of a whole run. With two replicas they
-are equal to the bit: the gradients of the lost rank's microbatches are summed apart, and added
-where data parallelism would add them.
+The steps run as one pipeline of all ranks, in which each microbatch has stages of its own, see
+`schedule/core/reroute.py`. With two replicas, losses and weights are a whole run's to the bit: the
+gradients of the lost rank's microbatches are summed apart, and added where data parallelism would
+add them. With more replicas these sums have another order.
 """
 
 from __future__ import annotations
