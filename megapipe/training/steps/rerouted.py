@@ -2,8 +2,8 @@
 
 The steps run as one pipeline of all ranks, in which each microbatch has stages of its own, see
 `schedule/core/reroute.py`. With two replicas, losses and weights are a whole run's to the bit: the
-gradients of the lost rank's microbatches are summed apart, and added where data parallelism would
-add them. With more replicas these sums have another order.
+gradients of the lost rank's microbatches are summed separately, and added where data parallelism
+would add them. With more replicas these sums have another order.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Rerouted(Stages):
         memory = max(simulate(schedule, costs).peak)
         self.schedule = reroute(schedule, replicas, lost, costs, memory)
         self.costs = joint_costs(costs, schedule)
-        # One module for each stage of the joint table. A rank runs those of its replica, and with
-        # the seat of the lost rank some of those of the last replica.
+        # One module for each stage of the joint table: stages of the rank's replica, and in the lost
+        # rank's seat some stages of the last replica.
         replica, seat = divmod(self.mesh.pp.rank, place.num_ranks)
         chunks = [place.position(stage) for stage in place.stages_on(seat)]
         self.modules = []
