@@ -125,8 +125,8 @@ class Rerouted(Stages):
         memory = max(simulate(schedule, costs).peak)
         self.schedule = reroute(schedule, replicas, lost, costs, memory)
         self.costs = joint_costs(costs, schedule)
-        # One module for each stage of the joint table: stages of the rank's replica, and in the lost
-        # rank's seat some stages of the last replica.
+        # One module for each stage of the joint table: stages of the rank's replica, and in the
+        # lost rank's seat some stages of the last replica.
         replica, seat = divmod(self.mesh.pp.rank, place.num_ranks)
         chunks = [place.position(stage) for stage in place.stages_on(seat)]
         self.modules = []
