@@ -267,7 +267,7 @@ def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -
 
 
 def _or_zeros(grad: Tensor | None, param: Tensor) -> Tensor:
-    """Return the gradient; zeros for a parameter without one."""
+    """Return the gradient, or zeros for a parameter whose gradient is None."""
     return torch.zeros_like(param) if grad is None else grad
 
 

@@ -320,7 +320,7 @@ def parser(about: str | None = None) -> Parser:
     """Return the parser of all commands.
 
     Args:
-        about: the first sentence of --help.
+        about: the first sentence of --help; None for none.
     """
     top = Parser(prog=program(), description=about, allow_abbrev=False)
     commands = top.add_subparsers(required=True, metavar="|".join(COMMANDS))
@@ -332,10 +332,10 @@ def parser(about: str | None = None) -> Parser:
 
 
 def parsed(argv: Sequence[str], about: str | None) -> argparse.Namespace:
-    """Return the flags of the command that `argv` names, with its name as `command`.
+    """Return the flags in `argv`, with the command's name in the attribute `command`.
 
     Args:
-        about: the first sentence of --help.
+        about: the first sentence of --help; None for none.
     """
     top = parser(about)
     for word in argv:

@@ -192,10 +192,10 @@ def needs(fields: str, instead: str, *values: object, least: int | None = None) 
 
     Args:
         fields: the other flags' fields, separated by spaces. One of them is enough.
-        instead: what happens without them.
+        instead: what happens without these flags.
         values: the other flag must have one of these values. Without `values` and `least`, any
             value that Python counts as true is enough.
-        least: the other flag must have at least this number, if given.
+        least: the other flag must have at least this number; None for no such demand.
     """
 
     def enough(value: Any) -> bool:
@@ -263,7 +263,7 @@ def demands(fields: str, *values: object, says: str = "", least: int | None = No
         values: the other flag must have one of these values. Without `values` and `least`, any
             value that Python counts as true is enough.
         says: the whole sentence; empty makes one from the flags' names.
-        least: the other flag must have at least this number, if given.
+        least: the other flag must have at least this number; None for no such demand.
     """
     lacking = needs(fields, "{} has no effect", *values, least=least)
     # "{} has no effect, without X" is a line about a flag; in a sentence the comma goes.

@@ -146,7 +146,7 @@ class ProcessMesh:
 
     @staticmethod
     def single(device: torch.device | None = None) -> ProcessMesh:
-        """Return the mesh of a single process, without groups; by default on the CPU."""
+        """Return the mesh of a single process, without groups. A device of None is the CPU."""
         device = device or CPU
         axes: dict[str, Any] = dict.fromkeys(axis_names(), Axis(device=device))
         return ProcessMesh(**axes, device=device)

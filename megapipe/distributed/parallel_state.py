@@ -162,7 +162,7 @@ def get_expert_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> Group | None:
-    """Return the group of the ranks with equal experts. with_gtp_remat has no effect."""
+    """Return the group of the ranks with equal experts."""
     _one_instance(partial_expert_data_parallel)
     return _group(lambda mesh: mesh.edp, check_initialized)
 
@@ -270,7 +270,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
     Args:
         ignore_virtual: do not look at the chunk.
-        vp_stage: the chunk, needed if a rank has several and they are not ignored.
+        vp_stage: the chunk; None if a rank has only one, or with ignore_virtual.
     """
     return get_pipeline_model_parallel_rank() == 0 and _is_chunk(0, ignore_virtual, vp_stage)
 
@@ -280,7 +280,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
     Args:
         ignore_virtual: do not look at the chunk.
-        vp_stage: the chunk, needed if a rank has several and they are not ignored.
+        vp_stage: the chunk; None if a rank has only one, or with ignore_virtual.
     """
     mesh = ProcessMesh.required()
     last_chunk = (mesh.virtual_size or 1) - 1

@@ -350,5 +350,5 @@ def _lasts(rest: int, others: int, step: int, near: int | None) -> Iterator[int]
 
 
 def _flags(first: int | None, last: int | None) -> str:
-    """Return the flags that give these layers of the first and last rank, as a user types them."""
+    """Return the flags for this number of layers on the first and last rank; None for no flag."""
     return " ".join(f"{flag} {n}" for flag, n in ((FIRST, first), (LAST, last)) if n is not None)

@@ -204,7 +204,7 @@ def _walk(
         runs: runs one item.
         position: updated with the item that runs.
         on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before it runs, to wait for training samples.
+        read: called with each pass before it runs, to wait for training samples; or None.
     """
     stages, hand, comm, watch, _ = runs
     # Labels cost time in each pass, so they are there only while a profiler records.

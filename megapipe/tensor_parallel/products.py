@@ -151,7 +151,7 @@ class Products:
         return linear_into(out, x, weight, bias)
 
     def input_grad(self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return dy W, written to `out` if it is given.
+        """Return dy W, written to `out` unless that is None.
 
         Args:
             dy: [..., out], the output's gradient. weight: W, [out, in].

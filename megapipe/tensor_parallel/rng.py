@@ -159,8 +159,8 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
         x: [s/c, ...], the tokens of the current stream.
         site: the layer and the name of the dropout in it; with the current stream it names the
             mask.
-        tp: if given, x is this rank's slice of dimension `dim`. The mask of the whole dimension is
-            drawn, unless dim is 0.
+        tp: the ranks that split dimension `dim` of x; None if x is whole. The mask of the whole
+            dimension is drawn, unless dim is 0.
     Returns: the shape and type of x.
     """
     if p == 0.0:
@@ -187,8 +187,8 @@ def draws(
         shape: the shape of this rank's tensor.
         site: the layer, and a name for this use of random numbers in it.
         device: the device of the result; a GPU and a CPU draw different numbers.
-        tp: if given, the ranks that split dimension `dim`. The numbers are then a slice of the
-            whole tensor's.
+        tp: the ranks that split dimension `dim`: the numbers are a slice of the whole tensor's.
+            None if no ranks split it.
         cut: which rows of dimension 0 of the whole tensor are on this rank, before tp splits it.
     Returns: float32 of this shape.
     """
@@ -303,8 +303,8 @@ def initial(name: str, layout: Layout, seed: int, expert: int | None = None) -> 
     """Return a parameter's initial values before they are split, in float32 on the CPU.
 
     Args:
-        name: the parameter's global name. seed: the run's.
-        expert: if given, only this expert's values.
+        name: the parameter's global name. seed: the seed of the run.
+        expert: index of the expert whose values are returned; None for all values.
     Returns: a tensor of shape layout.full; for one expert [1, ...].
     """
     shape = layout.full

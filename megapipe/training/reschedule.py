@@ -118,7 +118,7 @@ class Rescheduling(Callback):
         )
 
     def _timed(self, run: Run) -> Generator[None, None, tuple[list[float], StepsRan]]:
-        """Wait for N - 1 steps (N of --reschedule-after); yield before each one.
+        """Yield before each of N - 1 steps, for N of --reschedule-after.
 
         Returns: (seconds of each step, [step][pipeline rank] -> its measured passes).
         """

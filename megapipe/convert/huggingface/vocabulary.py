@@ -55,7 +55,7 @@ def token_ids(config: Config) -> dict[str, int]:
 
 
 def model_ids(config: Config) -> dict[str, int | None]:
-    """Return the ids of bos and eos under their keys of config.json, and null for pad."""
+    """Return {key of config.json: id} for bos and eos, and None for pad."""
     # transformers gives the embedding's row of pad no gradient, and Youtu's class makes it zero. A
     # key that is left out is not null: it means the default of the class.
     return {**token_ids(config), "pad_token_id": None}

@@ -82,8 +82,8 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> BPETokeniz
     """Return GPT-2's byte-level BPE from vocab.json and merges.txt.
 
     Args:
-        vocab_file: the path of vocab.json.
-        merge_file: the path of merges.txt.
+        vocab_file: the path of vocab.json; None is refused.
+        merge_file: the path of merges.txt; None is refused.
     Raises: DataError for a file that is missing, of another kind, or without <|endoftext|>.
     """
     if vocab_file is None or merge_file is None:
@@ -115,7 +115,7 @@ def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETok
     """Return the tokenizer of a tokenizer.json, or of a folder; eod is the folder's eos_token.
 
     Args:
-        path: the file or folder.
+        path: the file or folder; None is refused.
         specials: add what the tokenizer puts around a text, such as a beginning-of-sequence id.
     Raises: DataError for a path that is missing or has no tokenizer, or without an eos_token.
     """

@@ -131,7 +131,7 @@ class Scaled(Products, nn.Module):
         return y if out is None else out.copy_(y)
 
     def input_grad(self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return Q(dy) Q(W), written to `out` if it is given; Q quantises.
+        """Return Q(dy) Q(W), written to `out` unless that is None; Q quantises.
 
         Args:
             dy: [..., out], the output's gradient. weight: W, [out, in].

@@ -120,7 +120,7 @@ def _order(train: TokenDataset | None) -> Iterator[str]:
     """Yield digests of the order of the first samples; nothing for a dataset of the user's own.
 
     Args:
-        train: the training samples.
+        train: the training samples; None if they are not open.
     """
     match train:
         case GPTDataset(indices=indices):

@@ -33,61 +33,61 @@ def speed(moment: Moment) -> tuple[str, float]:
     return "TFLOP/s", moment.tflops
 
 
-def bubble(now: Measured) -> tuple[float, str, str, float] | None:
+def bubble(steps: Measured) -> tuple[float, str, str, float] | None:
     """Return (bubble, text with its parts, how it is predicted, predicted bubble).
 
     The bubble is a fraction of the passes' time. The parts are what causes it: table, stages, host
     and messages. Returns None without a pipeline.
     """
-    if len(now.ranks) == 1:
+    if len(steps.ranks) == 1:
         return None
-    shares = parts(now)
+    shares = parts(steps)
     # The simulated parts can add up to more than the bubble.
     rest = shares.pop("messages")
     shares["residual" if round(rest, 3) < 0 else "messages"] = rest
     text = ", ".join(f"{name} {x:z.1%}" for name, x in shares.items())
-    return now.bubble, text, now.by, now.predicted_bubble
+    return steps.bubble, text, steps.by, steps.predicted_bubble
 
 
-def parts(now: Measured) -> dict[str, float]:
+def parts(steps: Measured) -> dict[str, float]:
     """Return the parts of the bubble, as shares of the passes' time.
 
     The keys are table, stages, host and messages.
     """
     return {
-        "table": now.of_table,
-        "stages": now.of_stages,
-        "host": now.of_host,
-        "messages": now.of_messages,
+        "table": steps.of_table,
+        "stages": steps.of_stages,
+        "host": steps.of_host,
+        "messages": steps.of_messages,
     }
 
 
-def again(now: Measured) -> dict[str, float] | None:
+def again(steps: Measured) -> dict[str, float] | None:
     """Return the prediction from the first steps' passes; None before there is one.
 
     The keys are bubble, a share of the passes' time, and step_ms.
     """
-    if now.again is None:
+    if steps.again is None:
         return None
-    return {"bubble": now.again.bubble, "step_ms": now.again.step * 1e3}
+    return {"bubble": steps.again.bubble, "step_ms": steps.again.step * 1e3}
 
 
-def exposed(now: Measured) -> float | tuple[float, float] | None:
+def exposed(steps: Measured) -> float | tuple[float, float] | None:
     """Return exposed communication, in which passes wait for collectives, as a share of `passes`.
 
     Returns (share, predicted share) if there is a prediction, and None without collectives.
     """
-    if now.exposed_communication is None:
+    if steps.exposed_communication is None:
         return None
-    share = now.exposed_communication / now.passes
-    if now.predicted_exposed is None:
+    share = steps.exposed_communication / steps.passes
+    if steps.predicted_exposed is None:
         return share
-    return share, now.predicted_exposed / now.predicted_passes
+    return share, steps.predicted_exposed / steps.predicted_passes
 
 
-def exposed_text(now: Measured) -> str | None:
+def exposed_text(steps: Measured) -> str | None:
     """Return the text of exposed communication for a line; None without collectives."""
-    shares = exposed(now)
+    shares = exposed(steps)
     if shares is None:
         return None
     if isinstance(shares, tuple):
@@ -95,18 +95,18 @@ def exposed_text(now: Measured) -> str | None:
     return f"{shares:.1%}"
 
 
-def peaks(now: Measured) -> tuple[list[float], list[float]] | None:
+def peaks(steps: Measured) -> tuple[list[float], list[float]] | None:
     """Return (measured, predicted): each rank's peak memory in GiB; None on CPUs."""
-    if not now.peak_bytes:
+    if not steps.peak_bytes:
         return None
-    measured = [x / GIB for x in now.peak_bytes]
-    predicted = [x / GIB for x in now.predicted_peaks]
+    measured = [x / GIB for x in steps.peak_bytes]
+    predicted = [x / GIB for x in steps.predicted_peaks]
     return measured, predicted
 
 
-def highest(now: Measured) -> tuple[float, int, float] | None:
+def highest(steps: Measured) -> tuple[float, int, float] | None:
     """Return (highest peak in GiB, rank that has it, the rank's predicted peak); None on CPUs."""
-    both = peaks(now)
+    both = peaks(steps)
     if both is None:
         return None
     measured, predicted = both
@@ -114,32 +114,32 @@ def highest(now: Measured) -> tuple[float, int, float] | None:
     return held, rank, predicted[rank]
 
 
-def stages(now: Measured) -> tuple[list[dict[str, float]], ...]:
+def stages(steps: Measured) -> tuple[list[dict[str, float]], ...]:
     """Return (measured, predicted): for each stage of the model a dict of ms by f, b and w."""
     found = []
-    for costs in (now.costs, now.predicted):
+    for costs in (steps.costs, steps.predicted):
         rows = zip(costs.f, costs.b, costs.w, strict=True)  # type: ignore[arg-type]
         found.append([{"f": f * 1e3, "b": b * 1e3, "w": w * 1e3} for f, b, w in rows])
     return tuple(found)
 
 
-def stage_ms(now: Measured) -> dict[str, float]:
+def stage_ms(steps: Measured) -> dict[str, float]:
     """Return measured times in ms by stage of the model and kind of pass, such as 0-F."""
     found = {}
-    for at, times in enumerate(stages(now)[0]):
+    for at, times in enumerate(stages(steps)[0]):
         for kind, ms in times.items():
             found[f"{at}-{kind.upper()}"] = ms
     return found
 
 
-def ranks(now: Measured) -> list[dict[str, float]]:
+def ranks(steps: Measured) -> list[dict[str, float]]:
     """Return, for each pipeline rank, a dict of the times of a step in ms.
 
     The times are busy (in passes), waited (for inputs) and host (the rest between passes). A
     fourth, makespan, is from the first request for an input to the end of the last pass.
     """
     found = []
-    for r in now.ranks:
+    for r in steps.ranks:
         times = {
             "busy": r.busy * 1e3,
             "waited": r.waited * 1e3,
@@ -150,39 +150,39 @@ def ranks(now: Measured) -> list[dict[str, float]]:
     return found
 
 
-def copies(now: Measured) -> tuple[list[dict[str, float]], list[dict[str, float]]] | None:
+def copies(steps: Measured) -> tuple[list[dict[str, float]], list[dict[str, float]]] | None:
     """Return (measured, predicted): for each rank a dict of its copies' times in ms.
 
     The keys are out (to the host), back, and exposed (passes waited). Returns None without copies.
     """
-    if not now.copies:
+    if not steps.copies:
         return None
 
     def in_ms(ranks: Sequence[Copied]) -> list[dict[str, float]]:
         names = Copied._fields
         return [dict(zip(names, (x * 1e3 for x in r), strict=True)) for r in ranks]
 
-    return in_ms(now.copies), in_ms(now.predicted_copies)
+    return in_ms(steps.copies), in_ms(steps.predicted_copies)
 
 
-def exposed_copies(now: Measured) -> tuple[float, ...] | None:
+def exposed_copies(steps: Measured) -> tuple[float, ...] | None:
     """Return two times in ms, (measured, predicted): the longest wait of a rank for copies.
 
     Returns None without copies.
     """
-    both = copies(now)
+    both = copies(steps)
     if both is None:
         return None
     return tuple(max(times["exposed"] for times in ranks) for ranks in both)
 
 
-def most_exposed(now: Measured) -> tuple[float, ...] | None:
+def most_exposed(steps: Measured) -> tuple[float, ...] | None:
     """Return seven numbers: (rank, out, back, exposed, predicted out, back and exposed).
 
     The rank is the one whose passes wait longest for copies. Times are in ms. Returns None without
     copies.
     """
-    both = copies(now)
+    both = copies(steps)
     if both is None:
         return None
     measured, predicted = both
