@@ -24,6 +24,20 @@ PUBLISHED |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 SIGHT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
+@pytest.mark.parametrize("family", ["exaone_moe", "ernie4_5_moe"])
+def test_multi_token_prediction_of_other_names_is_left_out_with_a_line(family, tmp_path):
+    """transformers leaves it out as well, and so no program says what it computes."""
+    torch.manual_seed(3)
+    config = made(family, random.Random(1))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    more = "mtp.norm.weight" if family == "exaone_moe" else "model.mtp_hidden_norm.0.weight"
+    save_file(load_file(file) | {more: torch.ones(4)}, file, {"format": "pt"})
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=8)
+    (line,) = [line for line in done.notes if "left out" in line]
+    assert line.startswith("multi-token prediction is left out: 1 tensors")
+
+
 @pytest.mark.parametrize("family", ["llama4", "gemma4"])
 def test_a_model_that_sees_pictures_comes_in_as_its_text_model(family, tmp_path):
     text = made(f"{family}_text", random.Random(1)).to_dict()

@@ -77,7 +77,6 @@ STYLES["gemma4"] = _LLAMA | {
     "v_l2_norm": True,
     "keys_as_values": True,
     "layer_scalar": True,
-    "softmax_scale": 1.0,
     "rotary_percent": 0.5,
     "rotary_proportional": True,
 }
