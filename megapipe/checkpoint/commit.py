@@ -259,7 +259,7 @@ def point_to(root: Path, iteration: int) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Digest]:
-    """Return the digests of a checkpoint's files by name.
+    """Return {name: digest} of a checkpoint's files.
 
     Raises: Damaged if the manifest itself is damaged, CheckpointError if this version cannot read
         it.

@@ -50,7 +50,7 @@ _ROTARY = (
 
 
 def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
-    """Return the settings of the learning-rate curve and of the weight decay, by name.
+    """Return {name: value} of the settings of learning-rate curve and weight decay.
 
     A checkpoint's state.json has this dict under the key opt_param_scheduler.
 
@@ -63,10 +63,10 @@ def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, An
 
 
 def saved_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a saved configuration by name, of all its sections together.
+    """Return {name: value} of all settings of a saved configuration, from all sections.
 
     Args:
-        config: the configuration as JSON: section -> name -> value.
+        config: the configuration as JSON: {section: {name: value}}.
     """
     # Not by section: earlier versions had others, such as `train`.
     sections = [section for section in config.values() if isinstance(section, dict)]
@@ -290,7 +290,7 @@ def resume_problems(
 
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that the weights depend on, in one form for all flags of equal models.
+    """Return {name: value} of the settings on which weights depend, equal for equal models.
 
     A size that follows from others is filled in, such as kv_channels. A setting without effect in
     this model is removed, such as moe_router_topk without experts, or is set to its default.

@@ -242,7 +242,7 @@ def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> No
 
 
 def _stored(folder: Path) -> dict[str, str]:
-    """Return the full shape and dtype of each tensor in a folder, by key.
+    """Return {key: text with full shape and dtype} of the tensors in a folder.
 
     Raises: CheckpointError if the folder cannot be read.
     """

@@ -59,7 +59,7 @@ def _layouts(config: Config) -> str:
 
 
 def widths_of(config: Config) -> dict[str, int]:
-    """Return the widths that tensor-parallel ranks split, by the flag that sets each."""
+    """Return {flag: width} of the widths that tensor-parallel ranks split."""
     m = config.model
     widths = {
         # The projection of a depth of multi-token prediction is split by its rows.

@@ -252,7 +252,7 @@ def _only_costs(args: Namespace) -> list[str]:
 
 
 def _given(args: Namespace, *names: str) -> dict[str, Any]:
-    """Return the values of the flags in `names` by name, without flags that were not given."""
+    """Return {name: value} of the flags in `names` that were given."""
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 

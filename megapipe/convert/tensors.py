@@ -256,7 +256,7 @@ def saved_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def our_layouts(model: ModelConfig, span: LayerSpan | None = None) -> dict[str, Layout]:
-    """Return the layout of each parameter by name, tied parameters included.
+    """Return {name: layout} of all parameters, tied parameters included.
 
     Args:
         span: only these layers, with the model's multi-token prediction if the span has the loss.
@@ -277,6 +277,6 @@ def our_layouts(model: ModelConfig, span: LayerSpan | None = None) -> dict[str, 
 
 
 def our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the saved shape of each parameter by name, without tied parameters."""
+    """Return {name: saved shape} of the parameters, without tied parameters."""
     layouts = our_layouts(model)
     return {name: layout.full for name, layout in layouts.items() if layout.tied_to is None}

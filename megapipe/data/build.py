@@ -112,7 +112,7 @@ def open_parts(config: Config, tokenizer: Tokenizer) -> list[Part | None]:
 
 
 def samples_wanted(config: Config) -> tuple[int, int, int]:
-    """Return how many samples of train, validation and test the run reads.
+    """Return the number of samples of (train, validation, test) that the run reads.
 
     Validation is read once per evaluation and once at the end, test once at the end. Without
     --eval-interval neither is read. With --skip-train, validation and test are each read once, and

@@ -253,7 +253,7 @@ class Plan:
 
 
 def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Return the groups of pipeline ranks that hold equal weights, as in `Plan.shares`.
+    """Return {name of a group: the pipeline ranks that hold equal weights}.
 
     Args:
         tied: the output head uses the word embedding's weight.

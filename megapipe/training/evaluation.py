@@ -26,7 +26,7 @@ def evaluate(
     iters: int,
     weights: Sequence[Weights] | None = None,
 ) -> dict[str, float]:
-    """Return the mean of each value that loss_func reports, by name.
+    """Return {name: mean} of the values that loss_func reports.
 
     A mean is the sum of all values over the sum of all counts, as in Megatron-LM.
 

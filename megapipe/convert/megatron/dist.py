@@ -190,7 +190,7 @@ class DistributedTensors:
         return dict(self.objects["common_state"].read()[0])
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each whole tensor of a kind, by megapipe's name.
+        """Return {megapipe's name: whole shape} of the tensors of a kind.
 
         Args:
             kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.

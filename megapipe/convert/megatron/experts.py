@@ -61,7 +61,7 @@ def is_uniform(model: ModelConfig) -> bool:
 
 
 def fields_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ModelConfig that describe experts, from Megatron-LM's arguments.
+    """Return {field of ModelConfig: value} on experts, from Megatron-LM's arguments.
 
     The dict is empty for a model without experts. Arguments that are None are left out.
     """
@@ -79,7 +79,7 @@ def fields_of(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def args_of(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron-LM's arguments that describe the experts of a model."""
+    """Return {Megatron-LM's argument: value} on the experts of a model."""
     if not model.has_experts:
         return {"num_experts": None}
     found = {name: getattr(model, name) for name in FIELDS}

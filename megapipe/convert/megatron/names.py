@@ -136,7 +136,7 @@ def in_layer(name: str, model: ModelConfig) -> tuple[int, str] | None:
 
 
 def stage_layouts(model: ModelConfig, span: LayerSpan) -> dict[str, Layout]:
-    """Return the layout of each parameter that a pipeline stage of Megatron-LM has, by name.
+    """Return {name: layout} of the parameters that a pipeline stage of Megatron-LM has.
 
     A stage may have a copy of another stage's weight: a tied head, or the embedding that
     multi-token prediction reads. The layout's `tied_to` then names the original.

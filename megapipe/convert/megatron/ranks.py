@@ -212,7 +212,7 @@ class _RankFile:
         return content | {"opt_param_scheduler": export.scheduler()}
 
     def tensors(self, kind: str) -> dict[str, Tensor]:
-        """Return this rank's slices by Megatron-LM's names, in the order of Megatron-LM's modules.
+        """Return {Megatron-LM's name: this rank's slice}, in the order of Megatron-LM's modules.
 
         Args:
             kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.

@@ -203,7 +203,7 @@ def _per_stage(sizes: PerStage) -> tuple[float, ...]:
 
 
 def causes_of_layer(costs: Costs, plan: Plan, config: Config, device: Device) -> dict[str, float]:
-    """Return the seconds that a layer waits for its collectives, both directions, by cause.
+    """Return {cause: seconds that a layer waits for collectives, forward and backward}.
 
     Args:
         costs: the seconds of each stage's passes without communication.

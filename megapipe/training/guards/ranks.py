@@ -40,7 +40,7 @@ RANGE = 1 << 16
 def facts(
     config: Config, plan: Plan | None, functions: Sequence[Callable[..., Any]]
 ) -> dict[str, str]:
-    """Return, by name, texts that must be equal on all ranks: flags, versions, digests of files.
+    """Return {name: text} that must be equal on all ranks: flags, versions, digests of files.
 
     Only the contents of files are compared: each machine may have them in another folder.
 

@@ -109,7 +109,7 @@ class Window:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Return the mean of each loss, by name, over the steps that updated and reported it.
+        """Return {name: mean loss} over the steps that updated and reported the loss.
 
         If no step updated, return the losses of the last step.
         """

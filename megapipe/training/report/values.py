@@ -50,7 +50,7 @@ def bubble(steps: Measured) -> tuple[float, str, str, float] | None:
 
 
 def parts(steps: Measured) -> dict[str, float]:
-    """Return the parts of the bubble, as shares of the passes' time.
+    """Return {part of the bubble: fraction of the passes' time}.
 
     The keys are table, stages, host and messages.
     """
@@ -124,7 +124,7 @@ def stages(steps: Measured) -> tuple[list[dict[str, float]], ...]:
 
 
 def stage_ms(steps: Measured) -> dict[str, float]:
-    """Return measured times in ms by stage of the model and kind of pass, such as 0-F."""
+    """Return {stage and kind of pass, such as 0-F: measured ms}."""
     found = {}
     for at, times in enumerate(stages(steps)[0]):
         for kind, ms in times.items():
@@ -192,7 +192,7 @@ def most_exposed(steps: Measured) -> tuple[float, ...] | None:
 
 
 def per_layer(moment: Moment) -> dict[str, float]:
-    """Return the losses of MoE routers by name and layer, such as NAME_layer_0."""
+    """Return {name with layer, such as NAME_layer_0: loss of the MoE router}."""
     found = {}
     for name, row in moment.result.routed.per_layer.items():
         for n, x in enumerate(row):

@@ -49,7 +49,7 @@ class Totals:
 
     @property
     def means(self) -> dict[str, float]:
-        """Return sum / count by name, without the names whose count is 0."""
+        """Return {name: sum / count}, without names whose count is 0."""
         return {name: total / count for name, (total, count) in self.sums.items() if count}
 
     def __add__(self, other: Totals) -> Totals:

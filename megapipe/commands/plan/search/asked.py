@@ -129,7 +129,7 @@ def asked_of(
 
 
 def own_values(own: Config) -> dict[str, str]:
-    """Return the value of each axis, such as tp or schedule, in the user's own flags."""
+    """Return {axis, such as tp or schedule: its value in the user's own flags}."""
     # A run without --micro-batch-size has no layout yet; one sequence stands for it.
     whole = own.with_fields(micro_batch_size=own.batch.micro_batch_size or 1)
     found = {axis: str(x) for axis, x in zip(NUMBERS, layout_of(whole), strict=True)}
