@@ -12,6 +12,7 @@
 #include <ATen/ops/fill.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
 #include "allocator.h"
@@ -252,11 +253,27 @@ struct Block {
 std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> lending;  // by the host's, the device's
 
 std::vector<Allocator> memories(kDevices);
+void (*ask)() = nullptr;           // asked where in the program the calling thread is, before each operation
+thread_local std::string where;    // what it has answered
+thread_local std::string doing;    // the operation
+
+// The name of a block that is about to be allocated.
+std::string name_of_block(const Tensor& x) {
+  std::string name = doing;
+  if (x.defined()) {
+    name += " " + std::string(c10::toString(x.scalar_type())) + " [";
+    for (const auto size : x.sizes()) name += std::to_string(size) + ",";
+    name += "]";
+  }
+  if (const auto node = torch::autograd::get_current_node()) name += " in " + node->name();
+  return name + " " + where;
+}
 
 // Returns the block of some bytes on the stream that is current. Raises what torch raises where there is no room.
-int64_t allocated(int device, size_t bytes) {
+int64_t allocated(int device, size_t bytes, const Tensor& x = {}) {
   auto& memory = memories[device];
-  const int64_t at = memory.allocate(lane_now(device), static_cast<int64_t>(bytes));
+  const std::string name = memory.names ? name_of_block(x) : "";
+  const int64_t at = memory.allocate(lane_now(device), static_cast<int64_t>(bytes), name);
   if (at < 0)
     C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory. Tried to allocate " + std::to_string(bytes) + " bytes. GPU " +
                                           std::to_string(device) + " has a total capacity of " +
@@ -307,11 +324,11 @@ Storage lent_before(const Storage& from) {
 }
 
 // The same bytes as a device's. Views share one storage.
-Storage lent(const Storage& from, int device) {
+Storage lent(const Storage& from, int device, const Tensor& x = {}) {
   if (auto there = lent_before(from)) return there;
   Lock lock;
   auto* impl = from.unsafeGetStorageImpl();
-  auto* block = new Block{from, device, judging ? lane_now(device) : -1, allocated(device, from.nbytes()), {}, {}};
+  auto* block = new Block{from, device, judging ? lane_now(device) : -1, allocated(device, from.nbytes(), x), {}, {}};
   c10::DataPtr bytes(const_cast<void*>(from.data()), block, &forget, gpu(device));
   Storage made(Storage::use_byte_size_t(), from.nbytes(), std::move(bytes), c10::GetCPUAllocator(), true);
   lending.insert_or_assign(impl, c10::weak_intrusive_ptr<c10::StorageImpl>(
@@ -334,7 +351,7 @@ Tensor tensor_of(const Tensor& x, Storage storage, c10::DispatchKey key) {
 }
 
 Tensor on_device(const Tensor& x, int device) {
-  return tensor_of(x, lent(x.storage(), device), c10::DispatchKey::CUDA);
+  return tensor_of(x, lent(x.storage(), device, x), c10::DispatchKey::CUDA);
 }
 Tensor on_host(const Tensor& x) { return tensor_of(x, of_host(x.storage()), c10::DispatchKey::CPU); }
 
@@ -479,6 +496,10 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::string& name = schema.name();
   const size_t first = stack->size() - schema.arguments().size();
+  if (ask) {
+    ask();
+    doing = name.substr(name.rfind(':') + 1);
+  }
   int device = -1;
   bool crosses = false;
   for (size_t i = first; i < stack->size(); ++i)
@@ -663,6 +684,25 @@ void reset_peak(int device) {
 void kernel(int begins) {
   Lock lock;
   begins ? memories[device_now].begin() : memories[device_now].end();
+}
+// From here on blocks have names. to: asked where in the program the calling thread is; it calls `be_at`.
+void name_blocks(void (*to)()) {
+  Lock lock;
+  ask = to;
+  for (auto& memory : memories) memory.names = to != nullptr;
+}
+void be_at(const char* place) { where = place; }
+// The names of the blocks at a device's peak, the largest first: bytes, number and name on a line.
+const char* held_at_peak(int device) {
+  static thread_local std::string text;
+  Lock lock;
+  std::vector<std::pair<int64_t, std::string>> lines;
+  for (const auto& [name, sizes] : memories[device].held)
+    lines.push_back({sizes.first, std::to_string(sizes.second) + " " + name});
+  std::sort(lines.rbegin(), lines.rend());
+  text.clear();
+  for (const auto& [bytes, line] : lines) text += std::to_string(bytes) + " " + line + "\n";
+  return text.c_str();
 }
 void empty_cache(int device) {
   Lock lock;

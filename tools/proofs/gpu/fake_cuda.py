@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,14 +63,17 @@ def _loaded() -> tuple[ctypes.CDLL, Any]:
     library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     import torch
 
+    @one_kernel
     def product(x: Any, a: Any, b: Any, dtype: Any, *, out: Any) -> Any:
         return torch.addmm(x, a.to(dtype), b.to(dtype), out=out)
 
+    @one_kernel
     def softmax(x: Any, dim: int, to_float: bool) -> Any:
         # Routers in 16 bits take a softmax in float32, which only a GPU has as one operation.
         x = x.float() if to_float else x
         return torch.ops.aten._softmax.out(x, dim, False, out=torch.empty_like(x))
 
+    @one_kernel
     def softmax_backward(grad: Any, output: Any, dim: int, dtype: Any) -> Any:
         into = torch.empty_like(grad)
         backward = torch.ops.aten._softmax_backward_data.out
@@ -82,6 +85,21 @@ def _loaded() -> tuple[ctypes.CDLL, Any]:
     kernels.impl("_softmax", softmax, "CUDA")  # type: ignore[no-untyped-call]
     kernels.impl("_softmax_backward_data", softmax_backward, "CUDA")  # type: ignore[no-untyped-call]
     return library, kernels
+
+
+def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one kernel of the device: what it allocates within itself is in no peak."""
+
+    @wraps(function)
+    def run(*given: Any, **named: Any) -> Any:
+        library, _ = _loaded()
+        library.kernel(1)
+        try:
+            return function(*given, **named)
+        finally:
+            library.kernel(0)
+
+    return run
 
 
 def move_parameters() -> None:

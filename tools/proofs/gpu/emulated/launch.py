@@ -29,6 +29,8 @@ from torch.distributed.distributed_c10d import GroupName
 from tools.proofs.gpu.emulated import nccl
 
 CPU = torch.device("cpu")
+HELD = "held at the peak:"
+"""A line of a rank's output, before its blocks."""
 
 
 # The communicator's operations take the arguments that are used, not all those of torch's stubs.
@@ -111,10 +113,11 @@ def _port() -> int:
         return int(one.getsockname()[1])
 
 
-def start(ranks: int, argv: Sequence[str], folder: Path) -> list[str]:
+def start(ranks: int, argv: Sequence[str], folder: Path, *, held: bool = False) -> list[str]:
     """Run pretrain_gpt.py with these flags, a process and a device for each rank.
 
-    folder: for the ranks' output. Returns: it, in the order of ranks.
+    folder: for the ranks' output. held: a rank ends it with what its memory held at its peak.
+    Returns: the output, in the order of ranks.
     Raises: RuntimeError if a rank fails, or a GPU would have refused something.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +126,7 @@ def start(ranks: int, argv: Sequence[str], folder: Path) -> list[str]:
         sys.stdout.flush()
         child = os.fork()
         if not child:
-            _rank(rank, ranks, port, argv, folder / f"rank{rank}.txt")
+            _rank(rank, ranks, port, argv, folder / f"rank{rank}.txt", held)
         children[child] = rank
     codes = {}
     while children:
@@ -136,7 +139,7 @@ def start(ranks: int, argv: Sequence[str], folder: Path) -> list[str]:
     return texts
 
 
-def _rank(rank: int, ranks: int, port: int, argv: Sequence[str], log: Path) -> None:
+def _rank(rank: int, ranks: int, port: int, argv: Sequence[str], log: Path, held: bool) -> None:
     """Be a rank; it does not return."""
     status = 1
     try:
@@ -150,8 +153,12 @@ def _rank(rank: int, ranks: int, port: int, argv: Sequence[str], log: Path) -> N
             with world() as lib:
                 import pretrain_gpt
 
+                if held:
+                    lib.name_blocks()
                 pretrain_gpt.main([*argv])
                 faults = lib.faults()
+                if held:
+                    print(HELD, *lib.held_at_peak(torch.cuda.current_device()), sep="\n")
             print(*faults[:5], sep="\n")
             status = int(bool(faults))
     except SystemExit as end:

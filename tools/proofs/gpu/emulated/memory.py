@@ -18,7 +18,7 @@ from random import Random
 
 from megapipe.flags import stop
 from megapipe.flags.parse import parse
-from tools.proofs.gpu.emulated.launch import start
+from tools.proofs.gpu.emulated.launch import HELD, start
 
 MIB = 2**20
 ALWAYS = (
@@ -61,11 +61,17 @@ def draw(dice: Random) -> tuple[int, str]:
     return pp, f"{ALWAYS}{numbers}--pipeline-schedule {schedule} {drawn}"
 
 
-def peaks(ranks: int, flags: str) -> list[tuple[float, float]]:
-    """Train. Returns: of each rank the allocator's peak and the plan's, in bytes."""
+def peaks(ranks: int, flags: str, held: int = 0) -> list[tuple[float, float]]:
+    """Train. Returns: of each rank the allocator's peak and the plan's, in bytes.
+
+    held: lines to print of what each rank's memory held at its peak.
+    """
     folder = Path(tempfile.mkdtemp(prefix="memory-"))
     try:
-        start(ranks, f"{flags} --metrics-file {folder / 'steps'}".split(), folder)
+        argv = f"{flags} --metrics-file {folder / 'steps'}".split()
+        for rank, text in enumerate(start(ranks, argv, folder, held=held > 0)):
+            lines = text.partition(f"{HELD}\n")[2].splitlines()[:held]
+            print(*(f"rank {rank}: {line}" for line in lines), sep="\n", end="\n" * bool(lines))
         step = json.loads((folder / "steps").read_text().splitlines()[-1])
     finally:
         shutil.rmtree(folder)
@@ -83,6 +89,8 @@ class Flags:
     """Of the draws."""
     only: tuple[int, ...] = ()
     """Their numbers; all by default."""
+    held: int = 0
+    """The largest blocks at the peak of each rank to print: bytes, number, operation, place."""
     results: Path | None = None
     """A file with a line for each model that has run; those are not run again."""
 
@@ -100,7 +108,7 @@ def main(argv: Sequence[str]) -> None:
     known, worst, count = _known(flags.results), 0.0, 0
     for n in flags.only or range(flags.models):
         ranks, given = drawn[n]
-        found: Sequence[tuple[float, float]] = known.get(n) or peaks(ranks, given)
+        found: Sequence[tuple[float, float]] = known.get(n) or peaks(ranks, given, flags.held)
         if flags.results is not None and n not in known:
             with flags.results.open("a") as out:
                 print(json.dumps({"number": n, "peaks": found, "flags": given}), file=out)

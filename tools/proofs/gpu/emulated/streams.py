@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,9 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
 from megapipe.kernels import region
 from tools.proofs.gpu import fake_cuda
+from tools.proofs.gpu.emulated import attention
 
 DEVICES = 8
 """As fake_cuda.cpp has; a rank has one."""
@@ -30,14 +33,35 @@ class Library:
         self.c.event_ms.restype = ctypes.c_double
         self.c.memory_of.restype = ctypes.c_int64
         self.c.limit_memory.argtypes = [ctypes.c_int64]
+        self.c.held_at_peak.restype = ctypes.c_char_p
 
     def faults(self) -> list[str]:
         """Return what a GPU would refuse, or compute wrongly without a word, since `judging`."""
         return [self.c.fault_at(i).decode() for i in range(self.c.number_of_faults())]
 
+    def name_blocks(self) -> None:
+        """From here on each block of memory has a name: its operation and place. That is slow."""
+        self._asked = ctypes.CFUNCTYPE(None)(lambda: self.c.be_at(_place().encode()))
+        self.c.name_blocks(self._asked)
+
+    def held_at_peak(self, device: int) -> list[str]:
+        """The blocks of a device at its peak, the largest first: bytes, number, and name."""
+        return self.c.held_at_peak(device).decode().splitlines()  # type: ignore[no-any-return]
+
     def fault(self, text: str) -> None:
         """Note one more."""
         self.c.add_fault(text.encode())
+
+
+def _place() -> str:
+    """The lines of the package that the calling thread is in, the innermost first."""
+    frame, lines = sys._getframe(1), list[str]()
+    while frame is not None and len(lines) < 3:
+        _, package, name = frame.f_code.co_filename.rpartition("/megapipe/")
+        if package:
+            lines.append(f"{name}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(lines)
 
 
 class Event:
@@ -166,19 +190,6 @@ def _fakes(lib: Library, host_waits: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
-def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile makes of a region: what it allocates within itself is in no peak."""
-
-    def run(*given: Any) -> Any:
-        Stream.lib.c.kernel(1)
-        try:
-            return function(*given)
-        finally:
-            Stream.lib.c.kernel(0)
-
-    return run
-
-
 def _index(lib: Library, device: Any) -> int:
     index = None if device is None else torch.device(device).index
     return int(lib.c.get_device() if index is None else index)
@@ -240,7 +251,11 @@ def running(
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake, create=True))
         stack.enter_context(mock.patch.object(region, "find_spec", bool))
-        stack.enter_context(mock.patch.object(torch, "compile", _one_kernel))
+        stack.enter_context(mock.patch.object(torch, "compile", fake_cuda.one_kernel))
+        attention.register()
+        stack.enter_context(
+            mock.patch.object(F, "scaled_dot_product_attention", attention.attention)
+        )
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", _record_stream))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resize))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 27, 3)))
