@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -27,10 +27,9 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 from torch.distributed.distributed_c10d import GroupName
 
 from tools.proofs.gpu.emulated import nccl
+from tools.proofs.gpu.emulated.streams import Library
 
 CPU = torch.device("cpu")
-HELD = "held at the peak:"
-"""A line of a rank's output, before its blocks."""
 
 
 # The communicator's operations take the arguments that are used, not all those of torch's stubs.
@@ -113,10 +112,18 @@ def _port() -> int:
         return int(one.getsockname()[1])
 
 
-def start(ranks: int, argv: Sequence[str], folder: Path, *, held: bool = False) -> list[str]:
+def start(
+    ranks: int,
+    argv: Sequence[str],
+    folder: Path,
+    before: Callable[[Library], None] = lambda lib: None,
+    after: Callable[[Library], None] = lambda lib: None,
+) -> list[str]:
     """Run pretrain_gpt.py with these flags, a process and a device for each rank.
 
-    folder: for the ranks' output. held: a rank ends it with what its memory held at its peak.
+    Args:
+        folder: for the ranks' output.
+        before, after: called by each rank before and after its training.
     Returns: the output, in the order of ranks.
     Raises: RuntimeError if a rank fails, or a GPU would have refused something.
     """
@@ -126,7 +133,10 @@ def start(ranks: int, argv: Sequence[str], folder: Path, *, held: bool = False) 
         sys.stdout.flush()
         child = os.fork()
         if not child:
-            _rank(rank, ranks, port, argv, folder / f"rank{rank}.txt", held)
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+            places = {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {name: str(x) for name, x in (numbers | places).items()}
+            _rank(argv, folder / f"rank{rank}.txt", before, after)
         children[child] = rank
     codes = {}
     while children:
@@ -139,26 +149,26 @@ def start(ranks: int, argv: Sequence[str], folder: Path, *, held: bool = False) 
     return texts
 
 
-def _rank(rank: int, ranks: int, port: int, argv: Sequence[str], log: Path, held: bool) -> None:
-    """Be a rank; it does not return."""
+def _rank(
+    argv: Sequence[str],
+    log: Path,
+    before: Callable[[Library], None],
+    after: Callable[[Library], None],
+) -> None:
+    """Be the rank of the environment; it does not return."""
     status = 1
     try:
         with log.open("w", buffering=1) as out:
             for number in (1, 2):
                 os.dup2(out.fileno(), number)
-            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
-            places = {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ |= {name: str(x) for name, x in (numbers | places).items()}
             torch.set_num_threads(1)
             with world() as lib:
                 import pretrain_gpt
 
-                if held:
-                    lib.name_blocks()
+                before(lib)
                 pretrain_gpt.main([*argv])
                 faults = lib.faults()
-                if held:
-                    print(HELD, *lib.held_at_peak(torch.cuda.current_device()), sep="\n")
+                after(lib)
             print(*faults[:5], sep="\n")
             status = int(bool(faults))
     except SystemExit as end:

@@ -2,8 +2,9 @@
 
     python -m tools.proofs.gpu.emulated.memory --models 30 --seed 0 [--results FILE]
 
-A device allocates by the rules of torch's caching allocator (allocator.h). Its operations are a
-CPU's: what a kernel of CUDA takes within itself, as cuBLAS's workspace, is in neither number.
+A device allocates by the rules of torch's caching allocator (allocator.h). Products are not
+computed, their results are zeros: bytes do not depend on values. What a kernel of CUDA takes within
+itself, as cuBLAS's workspace, is in neither number.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from megapipe.flags import stop
 from megapipe.flags.parse import parse
-from tools.proofs.gpu.emulated.launch import HELD, start
+from tools.proofs.gpu.emulated.launch import start
+from tools.proofs.gpu.emulated.streams import Library
 
 MIB = 2**20
+HELD = "held at the peak:"
+"""A line of a rank's output, before its blocks."""
 ALWAYS = (
     "--mock-data --tokenizer-type NullTokenizer --lr 1e-3 --log-interval 1 --train-iters 3 "
     "--split 1,0,99 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
@@ -39,17 +48,17 @@ UPDATES = ("", "--bf16 ", "--bf16 --cross-entropy-loss-fusion ")
 
 
 def draw(dice: Random) -> tuple[int, str]:
-    """Ranks, and the flags of a small model whose tensors are larger than the allocator's steps."""
+    """Ranks, and the flags of a model whose tensors are large beside the allocator's steps."""
     pp = dice.choice((1, 1, 2))
-    layers, heads = dice.choice((2, 4)) * pp, dice.choice((2, 4))
-    hidden, length = 32 * heads * dice.choice((1, 2)), dice.choice((64, 128, 256))
+    layers, heads = dice.choice((3, 6)) * pp, dice.choice((4, 8))
+    hidden, length = 64 * dice.choice((4, 6)), dice.choice((256, 512))
     sizes = {
         "num-layers": layers,
         "hidden-size": hidden,
         "num-attention-heads": heads,
         "seq-length": length,
         "max-position-embeddings": length,
-        "vocab-size": dice.choice((511, 2047)),
+        "vocab-size": dice.choice((2047, 8191)),
         "make-vocab-size-divisible-by": 64,
         "micro-batch-size": dice.choice((1, 2)),
         "global-batch-size": 4 * pp,
@@ -61,6 +70,39 @@ def draw(dice: Random) -> tuple[int, str]:
     return pp, f"{ALWAYS}{numbers}--pipeline-schedule {schedule} {drawn}"
 
 
+def _without_products(lib: Library) -> None:
+    """Let products of matrices on devices be zeros, of the right size."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a.new_zeros(*a.shape[:-1], b.shape[-1])
+
+    def into(x: Tensor, *_: Any, out: Tensor | None = None, **__: Any) -> Tensor:
+        return x if out is None else out
+
+    kernels = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    given: dict[str, Callable[..., Tensor]] = {
+        "mm": product,
+        "bmm": product,
+        "addmm": lambda x, a, b, **_: product(a, b),
+        "addmm_": into,
+        "addmm.out": into,
+        "mm.out": into,
+    }
+    for name, function in given.items():
+        kernels.impl(name, function, "CUDA")  # type: ignore[no-untyped-call]
+    lib.lasting = kernels  # as long as its devices
+
+
+def _before(lib: Library, *, named: bool) -> None:
+    _without_products(lib)
+    if named:
+        lib.name_blocks()
+
+
+def _after(lib: Library) -> None:
+    print(HELD, *lib.held_at_peak(torch.cuda.current_device()), sep="\n")
+
+
 def peaks(ranks: int, flags: str, held: int = 0) -> list[tuple[float, float]]:
     """Train. Returns: of each rank the allocator's peak and the plan's, in bytes.
 
@@ -69,7 +111,8 @@ def peaks(ranks: int, flags: str, held: int = 0) -> list[tuple[float, float]]:
     folder = Path(tempfile.mkdtemp(prefix="memory-"))
     try:
         argv = f"{flags} --metrics-file {folder / 'steps'}".split()
-        for rank, text in enumerate(start(ranks, argv, folder, held=held > 0)):
+        texts = start(ranks, argv, folder, partial(_before, named=held > 0), _after)
+        for rank, text in enumerate(texts):
             lines = text.partition(f"{HELD}\n")[2].splitlines()[:held]
             print(*(f"rank {rank}: {line}" for line in lines), sep="\n", end="\n" * bool(lines))
         step = json.loads((folder / "steps").read_text().splitlines()[-1])

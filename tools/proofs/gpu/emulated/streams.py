@@ -24,7 +24,9 @@ CUDA = 1  # c10's number of the type
 
 
 class Library:
-    """The functions of fake_cuda.cpp."""
+    """The functions of fake_cuda.cpp. lasting: what has to stay as long as the devices."""
+
+    lasting: object = None
 
     def __init__(self) -> None:
         self.c, _ = fake_cuda._loaded()
