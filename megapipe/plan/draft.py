@@ -69,5 +69,10 @@ class Draft:
         limit = self.config.parallel.memory_limit_gib
         if limit is None:
             return None
-        # Parameters and their state are there before any pass runs.
-        return tuple(limit * GIB - state for state in self.plan(table).state_bytes)
+        # Parameters and their state are there before any pass runs. What a pass needs only while it
+        # runs is in no bound of a search.
+        plan = self.plan(table)
+        place = table.placement
+        passing = plan.costs.by_stage("mem_p", place)
+        most = [max(passing[stage] for stage in place.stages_on(r)) for r in range(place.num_ranks)]
+        return tuple(limit * GIB - x - y for x, y in zip(plan.state_bytes, most, strict=True))

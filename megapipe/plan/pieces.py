@@ -17,7 +17,7 @@ from megapipe.config import ModelConfig
 from megapipe.config.layers import layer_config
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan.layers import NOT_GATHERED, Gathers, Load, Work, layer_work, norm_size
-from megapipe.plan.sizes import KEPT_ELEMENTS
+from megapipe.plan.sizes import BLOCK_ELEMENTS_GPU, KEPT_ELEMENTS
 from megapipe.schedule import Costs
 
 OVERHEAD = 0.02
@@ -38,7 +38,7 @@ class _Columns(NamedTuple):
 
     Attributes:
         f, b, w: times of the passes.
-        held, kept, copied: bytes, as in `Work`.
+        held, kept, copied, passing: bytes, as in `Work`.
     """
 
     f: Floats
@@ -47,6 +47,7 @@ class _Columns(NamedTuple):
     held: Floats
     kept: Floats
     copied: Floats
+    passing: Floats
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,9 @@ class Pieces:
         head = self.head
         # The last norm before a shared head stays with the depth, and keeps its input.
         held = head.held - self.hidden[0]
-        gone = Work(-head.f, -head.b, -head.w, held=-held, kept=-head.kept)
+        gone = Work(
+            -head.f, -head.b, -head.w, held=-held, kept=-head.kept, passing=-head.passing
+        )
         return tuple(depth + gone for depth in self.depths)
 
     def costs(self, counts: Sequence[int]) -> Costs:
@@ -165,6 +168,7 @@ class Pieces:
             mem_b=column.held,
             mem_w=column.kept,
             mem_o=column.copied if self.modules else None,
+            mem_p=column.passing,
             overhead=self.overhead,
         )
         if self.shares == 1:
@@ -368,12 +372,21 @@ def _head(model: ModelConfig, load: Load) -> Work:
     fused = model.cross_entropy_loss_fusion
     # A fused loss keeps the logits of a small microbatch, and makes others again in backward.
     again = 0.0
-    if fused and load.tokens * vocab / load.tp > KEPT_ELEMENTS:
+    logits = load.tokens * vocab / load.tp
+    if fused and logits > KEPT_ELEMENTS:
         vocab = 0
         again = product
     held = load.bytes(2 * h, vocab)
-    if not fused:
-        # The softmax in float32 takes the place of the logits.
+    if fused:
+        # The input's gradient is summed in float32, block by block of the logits.
+        passing = 4 * load.tokens * h
+        if again:
+            passing += load.element * min(logits, BLOCK_ELEMENTS_GPU)
+    else:
+        # The softmax in float32 takes the place of the logits. Forward has both for a moment, and
+        # backward the softmax and the gradient of the logits.
         capped = model.final_logit_softcapping is not None
-        held = load.bytes(2 * h, vocab * capped) + 4 * load.tokens * vocab / load.tp
-    return Work(product, product + again, product, held, load.bytes(h, vocab), parameters)
+        held = load.bytes(2 * h, vocab * capped) + 4 * logits
+        passing = load.element * logits
+    kept = load.bytes(h, vocab)
+    return Work(product, product + again, product, held, kept, parameters, passing=passing)

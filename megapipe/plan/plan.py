@@ -150,6 +150,7 @@ class Plan:
                 mem_w=counted.mem_w,
                 mem_s=counted.mem_s,
                 mem_o=counted.mem_o,
+                mem_p=counted.mem_p,
             )
         if self.schedule.cuts:
             costs = self.pieces.of_slices(costs, self.counts)

@@ -6,5 +6,7 @@ has its first plan sooner. tests/plan/test_sizes.py holds them equal.
 
 KEPT_ELEMENTS = 1 << 26
 """The most logits of a microbatch that are kept for backward by default."""
+BLOCK_ELEMENTS_GPU = 1 << 28
+"""The most logits of a block that the fused loss computes at a time on a GPU."""
 PIECES = 4
 """Pieces of a product that is all-reduced in pieces."""

@@ -89,7 +89,7 @@ def bytes_at_peak(plan: Plan, config: Config) -> list[dict[str, float]]:
     no_optimizer = replace(plan, state=sum(dense), of_expert=sum(expert))
     costs = plan.costs
     clock = run_clock(plan.schedule, costs)
-    whole_alone = replace(costs, **{f"mem_{letter}": 0.0 for letter in "bwsork"})
+    whole_alone = replace(costs, **{f"mem_{letter}": 0.0 for letter in "bwsorkp"})
     curves = memory_steps(plan.schedule, costs, clock)
     of_whole = memory_steps(plan.schedule, whole_alone, clock)
     rows = []

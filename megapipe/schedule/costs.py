@@ -76,6 +76,7 @@ class CoreCosts:
         mem_k: memory of the keys and values of a microbatch, a part of mem_b.
         wide_k: size of the gradients of keys and values, as a multiple of mem_k. In slices they are
             held from the backward of the last slice to the backward of their own slice.
+        mem_p: memory that F, B or BW needs only while it runs, such as a copy of the logits.
     """
 
     f: PerStage = 1.0
@@ -95,6 +96,7 @@ class CoreCosts:
     attention_w: PerStage = 0.0
     mem_k: PerStage = 0.0
     wide_k: float = 1.0
+    mem_p: PerStage = 0.0
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,7 @@ class Costs(FamilyCosts, CoreCosts):
         return value[placement.position(stage)]
 
 
-_BY_LENGTH = ("mem_b", "mem_w", "mem_k")
+_BY_LENGTH = ("mem_b", "mem_w", "mem_k", "mem_p")
 _OF_A_RANK = {*ATTENTION, *(name for family in FAMILIES for name in family.of_a_rank)}
 """Fields whose plain number is not per device share."""
 

@@ -11,6 +11,7 @@ from megapipe.tensor_parallel import fused_cross_entropy, pieces
 
 def test_a_plan_counts_the_sizes_of_a_run():
     assert sizes.KEPT_ELEMENTS == fused_cross_entropy.KEPT_ELEMENTS
+    assert sizes.BLOCK_ELEMENTS_GPU == fused_cross_entropy.BLOCK_ELEMENTS_GPU
     assert sizes.PIECES == pieces.PIECES
 
 

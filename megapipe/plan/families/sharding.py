@@ -108,7 +108,7 @@ class Sharding(OfPlan):
             return ""
         costs = plan.costs
         # The peak of gathered tensors without activations, and the step without collectives.
-        alone = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
+        alone = replace(costs, **{f"mem_{letter}": 0.0 for letter in "bwsorkp"})
         whole = max(simulate(table, alone).peak)
         plain = simulate(table.without(SHARDS), costs).makespan
         longer = simulate(table, costs).makespan / plain - 1

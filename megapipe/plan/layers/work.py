@@ -35,6 +35,7 @@ class Work:
         copied: the part of `held` that the modules in --offload-modules keep, and so may be
             offloaded.
         lighter: bytes by which gathered weights are smaller because they are in eight bits.
+        passing: bytes that F and B need only while they run, beyond `held`.
     """
 
     f: float = 0.0
@@ -52,6 +53,7 @@ class Work:
     rounded: float = 0.0
     copied: float = 0.0
     lighter: float = 0.0
+    passing: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))

@@ -23,7 +23,7 @@ from megapipe.schedule.kinds import LAYERS
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 from megapipe.schedule.simulate import simulate
 
-_PER_STAGE = ("f", "b", "w", "mem_b", "mem_w", "mem_k")
+_PER_STAGE = ("f", "b", "w", "mem_b", "mem_w", "mem_k", "mem_p")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def describe_shards(made: Schedule, costs: Costs) -> list[str]:
     before = simulate(made.without(SHARDING.kinds), costs)
     time = simulate(made, costs)
     # With all other memory at 0, what remains are gathered weights and gradients.
-    own = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
+    own = replace(costs, **{f"mem_{letter}": 0.0 for letter in "bwsorkp"})
     whole = simulate(made, own).peak
     duration = costs.durations(made.placement)
     rows = [_SHARES]

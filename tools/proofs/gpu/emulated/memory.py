@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.config import Config
 from megapipe.flags import stop
 from megapipe.flags.parse import parse
+from megapipe.library.runs import make_plan
 from tools.proofs.gpu.emulated.launch import start
 from tools.proofs.gpu.emulated.streams import Library
 
@@ -135,7 +137,7 @@ class Flags:
     held: int = 0
     """The largest blocks at the peak of each rank to print: bytes, number, operation, place."""
     results: Path | None = None
-    """A file with a line for each model that has run; those are not run again."""
+    """A file with a line for each model that has run; those are only planned again."""
 
 
 def _known(results: Path | None) -> dict[int, list[tuple[float, float]]]:
@@ -155,6 +157,8 @@ def main(argv: Sequence[str]) -> None:
         if flags.results is not None and n not in known:
             with flags.results.open("a") as out:
                 print(json.dumps({"number": n, "peaks": found, "flags": given}), file=out)
+        plan = make_plan(parse(Config, [*given.split(), "--world-size", str(ranks)]))
+        found = [(peak, now) for (peak, _), now in zip(found, plan.peak_bytes, strict=True)]
         off = max((peak / planned - 1 for peak, planned in found), key=abs)
         worst, count = max(worst, abs(off)), count + (abs(off) <= 0.03)
         sizes = ", ".join(f"{peak / MIB:.2f} of {planned / MIB:.2f} MiB" for peak, planned in found)
