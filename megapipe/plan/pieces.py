@@ -135,9 +135,7 @@ class Pieces:
         head = self.head
         # The last norm before a shared head stays with the depth, and keeps its input.
         held = head.held - self.hidden[0]
-        gone = Work(
-            -head.f, -head.b, -head.w, held=-held, kept=-head.kept, passing=-head.passing
-        )
+        gone = Work(-head.f, -head.b, -head.w, held=-held, kept=-head.kept, passing=-head.passing)
         return tuple(depth + gone for depth in self.depths)
 
     def costs(self, counts: Sequence[int]) -> Costs:

@@ -253,14 +253,16 @@ def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
     run = f"{SHAPE} {SIZES[size]} {case.flags}".split()
     if flags.device == "cpu":
         run += ["--distributed-backend", "gloo"]
+    run += ["--metrics-file", str(file)]
     command = [sys.executable]
-    if case.ranks > 1:
-        ranks = str(case.ranks)
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    module = ["-m", "megapipe"]
+    ranks = str(case.ranks)
     if flags.emulated:
-        module = ["-m", "tools.proofs.gpu.emulated.program", "megapipe"]
-    command += [*module, "pretrain", "--metrics-file", str(file)]
+        # One process imports torch, and forks the ranks.
+        command += ["-m", "tools.proofs.gpu.emulated.launch", "--ranks", ranks, "--"]
+    else:
+        if case.ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        command += ["-m", "megapipe", "pretrain"]
     return [*command, *(part.format(folder=folder) for part in run)]
 
 

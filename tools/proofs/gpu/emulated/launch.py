@@ -9,8 +9,10 @@ status 1 and the faults.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -141,9 +143,12 @@ def start(
     codes = {}
     while children:
         child, status = os.wait()
-        codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+        code = codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+        # The others would wait for a rank that has failed.
+        for other in children if code > 0 else ():
+            os.kill(other, signal.SIGKILL)
     texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(ranks)]
-    bad = [rank for rank, code in codes.items() if code]
+    bad = sorted((rank for rank, code in codes.items() if code), key=lambda rank: -codes[rank])
     if bad:
         raise RuntimeError(f"rank {bad[0]} ends with {codes[bad[0]]}:\n{texts[bad[0]][-3000:]}")
     return texts
@@ -182,5 +187,6 @@ def _rank(
 
 if __name__ == "__main__":
     count = int(sys.argv[sys.argv.index("--ranks") + 1])
-    for text in start(count, sys.argv[sys.argv.index("--") + 1 :], Path("/tmp") / "emulated"):
-        print(text)
+    with tempfile.TemporaryDirectory(prefix="emulated-") as place:
+        for text in start(count, sys.argv[sys.argv.index("--") + 1 :], Path(place)):
+            print(text)
