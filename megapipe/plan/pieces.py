@@ -38,7 +38,7 @@ class _Columns(NamedTuple):
 
     Attributes:
         f, b, w: times of the passes.
-        held, kept, copied, passing: bytes, as in `Work`.
+        held, kept, copied: bytes, as in `Work`.
     """
 
     f: Floats
@@ -47,7 +47,6 @@ class _Columns(NamedTuple):
     held: Floats
     kept: Floats
     copied: Floats
-    passing: Floats
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Pieces:
         head = self.head
         # The last norm before a shared head stays with the depth, and keeps its input.
         held = head.held - self.hidden[0]
-        gone = Work(-head.f, -head.b, -head.w, held=-held, kept=-head.kept, passing=-head.passing)
+        gone = Work(-head.f, -head.b, -head.w, held=-held, kept=-head.kept)
         return tuple(depth + gone for depth in self.depths)
 
     def costs(self, counts: Sequence[int]) -> Costs:
@@ -166,7 +165,7 @@ class Pieces:
             mem_b=column.held,
             mem_w=column.kept,
             mem_o=column.copied if self.modules else None,
-            mem_p=column.passing,
+            mem_p=self._passing(counts),
             overhead=self.overhead,
         )
         if self.shares == 1:
@@ -210,6 +209,20 @@ class Pieces:
         # A stage with 1/P of the model is the unit, however many stages a rank has.
         whole = sum((layer.f for layer in self.layers), self.embedding.f + self.head.f)
         return replace(self, overhead=OVERHEAD * whole / ranks)
+
+    def _passing(self, counts: Sequence[int]) -> Floats:
+        """Return for each stage, and then each depth, the bytes that F and B need while they run.
+
+        Args:
+            counts: number of layers of each stage, in the model's order.
+        """
+        sizes = [layer.passing for layer in self.layers]
+        ends = accumulate(counts, initial=0)
+        found = [max(sizes[begin:end], default=0.0) for begin, end in pairwise(ends)]
+        if self.shares == 1:
+            # The layers' backward follows the head's, which frees what the head holds.
+            found[-1] = max(self.head.passing, found[-1] - self.head.held)
+        return (*found, *(depth.passing for depth in self._depths_alone))
 
     def _columns(self, counts: Sequence[int]) -> _Columns:
         """Return the work of each stage, then of each multi-token prediction, field by field.

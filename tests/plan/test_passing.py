@@ -36,7 +36,9 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         made = [x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        self.note([x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in made])
+        self.note(
+            [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in made]
+        )
         return out
 
 

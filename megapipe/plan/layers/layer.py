@@ -22,10 +22,14 @@ def layer_work(model: ModelConfig, load: Load) -> Work:
     if model.recompute_granularity != "full" or model.recompute_method == "block":
         return work
     # One input is kept for several layers. Slices keep the keys and values of all.
+    together = model.recompute_num_layers or 1
+    kept = load.bytes(model.hidden, 0)
     return replace(
         work,
         b=work.b + work.f,
-        held=load.bytes(model.hidden, 0) / (model.recompute_num_layers or 1),
+        held=kept / together,
+        # Backward makes again what these layers would have kept.
+        passing=work.passing + together * work.held - kept,
         copied=0.0,
         scores_b=work.scores_b + work.scores_f,
         kept_keys=work.keys,

@@ -45,6 +45,9 @@ def mlp_work(model: ModelConfig, load: Load) -> Work:
         **load.saved((load.bytes(h * _norm_keeps_input(model), 0), "mlp_norm"), (rest, "")),
         kept=load.bytes(2 * h, matrices * ffn),
         parameters=_parameters(model, ffn) + _norms(model),
+        # Backward has the gradients of the output, of the last product's input and of the first
+        # product's output together.
+        passing=load.bytes(h, ffn * (matrices + _kept(model) * again)),
     )
 
 
@@ -151,6 +154,7 @@ def _experts(model: ModelConfig, load: Load) -> Work:
         parameters=experts * expert + dense,
         unused=(experts - choices) * expert,
         experts=experts * expert,
+        passing=load.bytes(h, 0) + rows.here * (load.element * h + row * matrices),
     )
 
 

@@ -35,7 +35,8 @@ class Work:
         copied: the part of `held` that the modules in --offload-modules keep, and so may be
             offloaded.
         lighter: bytes by which gathered weights are smaller because they are in eight bits.
-        passing: bytes that F and B need only while they run, beyond `held`.
+        passing: bytes that F and B need only while they run, beyond `held`. Pieces run one after
+            another, so a sum has the largest.
     """
 
     f: float = 0.0
@@ -56,7 +57,8 @@ class Work:
     passing: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(*map(add, vars(self).values(), vars(other).values()))
+        *sums, _ = map(add, vars(self).values(), vars(other).values())
+        return Work(*sums, passing=max(self.passing, other.passing))
 
     def part(self, shares: int) -> Work:
         """Return one rank's part of this work: an embedding and head split over `shares` ranks."""
