@@ -30,15 +30,13 @@ class Live(TorchDispatchMode):
 
     def note(self, tensors):
         for storage in (x.untyped_storage() for x in tensors if isinstance(x, torch.Tensor)):
-            self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            if storage._cdata not in self.seen or self.seen[storage._cdata][0].expired():
+                self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, sum(size for ref, size in self.seen.values() if not ref.expired()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        made = [x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        self.note(
-            [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in made]
-        )
+        self.note(tree_leaves(out))
         return out
 
 
