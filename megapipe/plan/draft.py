@@ -59,7 +59,9 @@ class Draft:
 
         The costs of features that need a finished table, such as CUDA graphs, are not included.
         """
-        return replace(self.plan(table), own=own_parts(self.config, table)).costs
+        costs = replace(self.plan(table), own=own_parts(self.config, table)).costs
+        # Searches count what passes leave. `room` has room for what they need while they run.
+        return replace(costs, mem_p=0.0)
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
         """Return, for each rank, the bytes that --memory-limit-gib leaves for activations.
@@ -69,8 +71,7 @@ class Draft:
         limit = self.config.parallel.memory_limit_gib
         if limit is None:
             return None
-        # Parameters and their state are there before any pass runs. What a pass needs only while it
-        # runs is in no bound of a search.
+        # Parameters and their state are there before any pass runs.
         plan = self.plan(table)
         place = table.placement
         passing = plan.costs.by_stage("mem_p", place)

@@ -16,8 +16,15 @@ from typing import NamedTuple
 from megapipe.config import ModelConfig
 from megapipe.config.layers import layer_config
 from megapipe.partition.spans import LayerSpan
-from megapipe.plan.layers import NOT_GATHERED, Gathers, Load, Work, layer_work, norm_size
-from megapipe.plan.sizes import BLOCK_ELEMENTS_GPU, KEPT_ELEMENTS
+from megapipe.plan.layers import (
+    NOT_GATHERED,
+    Gathers,
+    Load,
+    Work,
+    head_work,
+    layer_work,
+    norm_size,
+)
 from megapipe.schedule import Costs
 
 OVERHEAD = 0.02
@@ -311,7 +318,7 @@ def pieces(
     etp = etp or tp
     load = Load(seq_length, tokens, tp, shared, element_bytes, meets, ep, etp, modules, gathers)
     layers = _layers(model, load)
-    head = _head(model, load)
+    head = head_work(model, load)
     depth = _depth(model, load) + head
     rows = model.padded_vocab_size
     if model.position_embedding_type == "learned_absolute":
@@ -368,36 +375,3 @@ def _depth(model: ModelConfig, load: Load) -> Work:
         parameters=2 * h * h + 2 * norm_size(model, h) - vocabulary,
     )
     return join + layer_work(layer_config(model, model.layers), load)
-
-
-def _head(model: ModelConfig, load: Load) -> Work:
-    """Return the work of the output head with the norm before it and the loss.
-
-    Args:
-        load: the tokens of a microbatch on one rank, and the ranks that split a layer.
-    """
-    h = model.hidden
-    vocab = model.padded_vocab_size or 0
-    product = 2.0 * load.tokens * h * vocab
-    parameters = h * vocab + norm_size(model, h) + vocab * model.has_bias("head")
-    fused = model.cross_entropy_loss_fusion
-    # A fused loss keeps the logits of a small microbatch, and makes others again in backward.
-    again = 0.0
-    logits = load.tokens * vocab / load.tp
-    if fused and logits > KEPT_ELEMENTS:
-        vocab = 0
-        again = product
-    held = load.bytes(2 * h, vocab)
-    if fused:
-        # The input's gradient is summed in float32, block by block of the logits.
-        passing = 4 * load.tokens * h
-        if again:
-            passing += load.element * min(logits, BLOCK_ELEMENTS_GPU)
-    else:
-        # The softmax in float32 takes the place of the logits. Forward has both for a moment, and
-        # backward the softmax and the gradient of the logits.
-        capped = model.final_logit_softcapping is not None
-        held = load.bytes(2 * h, vocab * capped) + 4 * logits
-        passing = load.element * logits
-    kept = load.bytes(h, vocab)
-    return Work(product, product + again, product, held, kept, parameters, passing=passing)

@@ -43,7 +43,7 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_needs_what_the_plan_counts_while_it_runs(dtype):
     """Its logits beside the softmax: counted operation by operation. A twentieth was more than the plan had said."""
-    model = replace(STYLES["llama"], hidden_size=32, num_attention_heads=4, padded_vocab_size=4096, hidden_dropout=0.0)
+    model = replace(STYLES["llama"], hidden_size=32, num_attention_heads=4, padded_vocab_size=8192, hidden_dropout=0.0)
     stage = gpt_provider(model, LayerSpan(4, 0, False, True), Axis()).to(dtype)
     for param in stage.parameters():
         torch.nn.init.normal_(param, std=0.02)

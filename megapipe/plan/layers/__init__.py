@@ -4,6 +4,7 @@ A file here counts by formula what the files of the same part in `models` comput
 hold the formulas to the FLOPs that torch counts and to the tensors that autograd keeps.
 """
 
+from megapipe.plan.layers.head import head_work
 from megapipe.plan.layers.layer import layer_work
 from megapipe.plan.layers.load import NOT_GATHERED, Gathers, Load, norm_size
 from megapipe.plan.layers.work import Work
