@@ -73,6 +73,11 @@ class Allocator {
     remember(it);
   }
 
+  std::string name_of(int64_t at) const {
+    const auto it = blocks_.find(at);
+    return it == blocks_.end() ? "" : it->second.name;
+  }
+
   void begin() { ++kernels; }
   void end() {
     --kernels;

@@ -292,13 +292,14 @@ void forget(void* kept) {
     Lock lock;
     const auto it = lending.find(block->bytes.unsafeGetStorageImpl());
     if (it != lending.end() && it->second.expired()) lending.erase(it);
+    const std::string name = memories[block->device].name_of(block->at);
     memories[block->device].free(block->at);
     if (judging && block->lane >= 0) {
       const auto& clock = lanes[block->lane].clock;
       for (const auto& access : block->accesses)
         if (access.lane != block->lane && !block->recorded.count(access.lane) && !before(access, clock)) {
           fault("memory: freed while " + access.name + " of stream " + std::to_string(access.lane) +
-                " may still use it, without record_stream");
+                " may still use it, without record_stream" + (name.empty() ? "" : ": " + name));
           break;
         }
       // A copy that has not run may still use it; the allocator waits for its end.

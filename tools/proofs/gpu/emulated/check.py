@@ -55,15 +55,21 @@ def on_devices(
     late: bool = True,
     change: Callable[[Training], None] | None = None,
     timeout_s: float = 60.0,
+    places: bool = False,
 ) -> tuple[list[Outcome], list[str]]:
-    """Train a case, a device for each rank. change: called before the first step of each.
+    """Train a case, a device for each rank.
 
+    Args:
+        change: called before the first step of each.
+        places: faults say where memory was allocated. That is slow.
     Returns: what the ranks have, and the faults.
     """
     axes = ("tp", "cp", "dp", "pp", "ep", "etp")
     sizes: dict[str, Any] = {axis: getattr(case, axis) for axis in axes}
     shares = sharing(table(case).placement, tied=case.tied)
     with devices(late=late) as lib:
+        if places:
+            lib.name_blocks()
         extra = int(case.vocabulary)
         body = partial(train, case=case)
         if change is not None:
@@ -84,9 +90,11 @@ def alone_on_device(case: Case) -> Outcome:
         return train(ProcessMesh.single(torch.device("cuda", 0)), case)
 
 
-def run(case: Case, *, late: bool = True) -> list[str]:
+def run(
+    case: Case, *, late: bool = True, timeout_s: float = 60.0, places: bool = False
+) -> list[str]:
     """The differences and faults of a case; a case that fails has its error."""
-    ranks, found = on_devices(case, late=late)
+    ranks, found = on_devices(case, late=late, timeout_s=timeout_s, places=places)
     return found + judged(case, ranks) if ranks else found
 
 
@@ -117,10 +125,20 @@ class Flags:
     """Run this one case, as printed."""
     early: bool = False
     """Copies run at once, and not as late as events allow."""
+    timeout: float = 300.0
+    """Seconds that a rank waits for another."""
+    places: bool = False
+    """Faults say where memory was allocated. That is slow."""
     results: Path | None = None
     """A file with a line for each case that has run; those are not run again."""
     part: tuple[int, int] = (0, 1)
     """I N: every Nth case from case I on, for several processes."""
+
+
+def run_as(options: Flags, case: Case) -> list[str]:
+    """The differences and faults of a case, as the flags ask."""
+    late = not options.early
+    return run(case, late=late, timeout_s=options.timeout, places=options.places)
 
 
 def known(results: Path | None) -> dict[int, list[str]]:
@@ -138,7 +156,7 @@ def main(argv: list[str]) -> None:
     before, failed = known(options.results), 0
     for n in range(first, len(cases), step):
         case = cases[n]
-        found = before[n] if n in before else run(case, late=not options.early)
+        found = before[n] if n in before else run_as(options, case)
         failed += bool(found)
         if found:
             print(f"case {n}:", *found[:6], command(case), sep="\n", flush=True)
