@@ -116,7 +116,8 @@ def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, 
 
 
 def test_a_layout_that_fits_only_with_some_activations_computed_again_wins_and_trains_as_it_was_found(capsys):
-    flags = [*MODEL.split(), *["--seq-length", "512", "--max-position-embeddings", "512", "--global-batch-size", "8"]]
+    sizes = "--seq-length 512 --max-position-embeddings 512 --global-batch-size 8 --cross-entropy-loss-fusion"
+    flags = [*MODEL.split(), *sizes.split()]
     config, room, far = parse(Config, flags), 0.007 * GIB, replace(SLOW, outside=3e6, node=1)
     found = search(config, 2, room, far, 1000)
     first = min(found.best.values(), key=lambda x: x.step)
