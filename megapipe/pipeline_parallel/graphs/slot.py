@@ -67,6 +67,10 @@ class _Like:
 
     def buffer(self) -> Tensor:
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        # An expanded tensor, such as position ids, has one element in several places, and torch
+        # copies nothing to it.
+        if 0 in self.stride:
+            empty = empty.contiguous()
         return empty.zero_()
 
 

@@ -95,6 +95,14 @@ def test_a_gradient_on_its_way_is_no_buffer_of_a_slot(monkeypatch):
     assert all(a.data_ptr() != b.data_ptr() for a, b in sent)
 
 
+def test_an_expanded_argument_is_copied_to_a_graph():
+    """Position ids of two sequences are. Every run with graphs and two sequences a microbatch failed on GPUs."""
+    ids = torch.arange(3).expand(2, 3)
+    form, leaves = slots.Form.of(None, ((ids,), {}))
+    (buffer,) = [slots._buffer(leaf) for leaf in form.leaves]
+    assert buffer.copy_(leaves[0]).tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
 def test_what_a_loss_reports_is_not_overwritten_by_the_next_microbatch():
     def views(training: Training) -> None:
         step = training.pipeline._forward_step
