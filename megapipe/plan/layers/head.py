@@ -28,7 +28,7 @@ def head_work(model: ModelConfig, load: Load) -> Work:
     held = load.bytes(2 * h, vocab)
     if fused:
         # The input's gradient is summed in float32, block by block of the logits.
-        passing = 4 * load.tokens * h
+        passing = 4.0 * load.tokens * h
         if again:
             passing += load.element * min(logits, BLOCK_ELEMENTS_GPU)
     else:

@@ -57,8 +57,8 @@ class Work:
     passing: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        *sums, _ = map(add, vars(self).values(), vars(other).values())
-        return Work(*sums, passing=max(self.passing, other.passing))
+        total = Work(*map(add, vars(self).values(), vars(other).values()))
+        return replace(total, passing=max(self.passing, other.passing))
 
     def part(self, shares: int) -> Work:
         """Return one rank's part of this work: an embedding and head split over `shares` ranks."""

@@ -36,7 +36,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """F.scaled_dot_product_attention, with the choice of kernels that torch makes on a GPU."""
-    settings = torch.backends.cuda
+    settings: Any = torch.backends.cuda
     grouped = q.shape[1] != k.shape[1]
     if q.is_cuda and not dropout_p and q.shape[-1] <= MOST:
         half = q.dtype in (torch.float16, torch.bfloat16)
@@ -70,6 +70,11 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: floa
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _summed(x: Tensor, groups: int) -> Tensor:
+    b, heads, s, width = x.shape
+    return x.reshape(b, groups, heads // groups, s, width).sum(2)
 
 
 @fake_cuda.one_kernel
@@ -112,8 +117,8 @@ def _backward(
     slope = slope * (scale or 1 / math.sqrt(q.shape[-1]))
     dk, dv = slope.transpose(-1, -2) @ q.float(), p.transpose(-1, -2) @ dy
     into[0].copy_(slope @ keys.float())
-    into[1].copy_(dk.unflatten(1, (groups, heads // groups)).sum(2))
-    into[2].copy_(dv.unflatten(1, (groups, heads // groups)).sum(2))
+    into[1].copy_(_summed(dk, groups))
+    into[2].copy_(_summed(dv, groups))
 
 
 def _like(x: Tensor) -> Tensor:
@@ -205,7 +210,7 @@ def _efficient_backward(
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
     made = tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    _backward(grad, q, k, v, out, logs, made, bias, is_causal, scale)  # type: ignore[arg-type]
+    _backward(grad, q, k, v, out, logs, made, bias, is_causal, scale)
     return *made, None
 
 
