@@ -18,13 +18,14 @@ from megapipe.optim.buffers import FlatBuffers
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan import pieces, sizes
 from megapipe.schedule import Costs, build, simulate
-from megapipe.tensor_parallel import fused_cross_entropy, pieces
+from megapipe.tensor_parallel import fused_cross_entropy
+from megapipe.tensor_parallel import pieces as parts_of_products
 
 
 def test_a_plan_counts_the_sizes_of_a_run():
     assert sizes.KEPT_ELEMENTS == fused_cross_entropy.KEPT_ELEMENTS
     assert sizes.BLOCK_ELEMENTS_GPU == fused_cross_entropy.BLOCK_ELEMENTS_GPU
-    assert sizes.PIECES == pieces.PIECES
+    assert sizes.PIECES == parts_of_products.PIECES
 
 
 @pytest.mark.parametrize("factor, says", [(0.25, "drops 75.0% of the choices"), (1.25, None)])
