@@ -18,8 +18,8 @@ def layer_work(model: ModelConfig, load: Load) -> Work:
         load: the tokens of a microbatch on one rank, and the ranks that split the layer.
     """
     work = attention_work(model, load) + mlp_work(model, load)
-    # The gradients within a layer are small beside what the layers of a stage hold, but not beside
-    # what they hold where a part of them is made again.
+    # Layers keep far more than the gradients within one layer, unless backward makes a part of
+    # their activations again.
     if not (model.recompute_mlp or model.recompute_moe or model.recompute_granularity == "full"):
         work = replace(work, passing=0.0)
     # By `block` the layers of a stage differ, and a plan that may move layers counts none of them.
