@@ -187,7 +187,8 @@ def refuse_without_room(root: Path, needed: int = 0, disk: Path | None = None) -
             remedy += f" Older checkpoints of iterations {listed} are there; "
             remedy += "--save-keep-last 2 removes such ones after each save."
         raise CheckpointError(
-            f"--save {root}: a checkpoint takes {needed:,} bytes, and {free:,} are free. {remedy}"
+            f"--save {root}: a checkpoint takes {needed / 2**30:.4g} GiB, and "
+            f"{free / 2**30:.4g} are free. {remedy}"
         )
 
 

@@ -194,7 +194,6 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
 
     Returns: (bytes of its tensors, most bytes of host memory that a rank needs to write it).
     """
-    place = plan.schedule.placement
     weight, moments = _bytes_of_parameter(config)
     # torch's safetensors writer holds a rank's part as tensors, and once more as one piece.
     # Data-parallel replicas divide the writing among them.
@@ -204,13 +203,31 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
         # Each rank first gathers the whole optimizer state of its stages.
         of_dense += moments
         of_expert += moments
-    most = 0.0
+    most = max(dense * of_dense + experts * of_expert for dense, experts in _parameters(plan))
+    return saved_bytes(plan, config, [work.parameters for work in plan.works]), most
+
+
+def gathered_bytes(plan: Plan, config: Config) -> float:
+    """Return the most bytes of a device that a rank needs to start and to save.
+
+    A rank with shards of weights gathers all weights of its stages then.
+    """
+    if not config.parallel.shards_weights:
+        return max(plan.state_bytes)
+    element = config.precision.element_bytes
+    sizes = zip(plan.state_bytes, _parameters(plan), strict=True)
+    return max(state + element * sum(parameters) for state, parameters in sizes)
+
+
+def _parameters(plan: Plan) -> list[tuple[float, float]]:
+    """Return, for each rank, the parameters that it saves: (dense ones, of experts)."""
+    place = plan.schedule.placement
+    found = []
     for rank in range(place.num_ranks):
         works = [plan.works[stage] for stage in place.stages_on(rank) if stage < place.chain]
         dense = sum(work.parameters - work.experts for work in works) / plan.tp
-        experts = sum(work.experts for work in works) / plan.expert_ranks
-        most = max(most, dense * of_dense + experts * of_expert)
-    return saved_bytes(plan, config, [work.parameters for work in plan.works]), most
+        found.append((dense, sum(work.experts for work in works) / plan.expert_ranks))
+    return found
 
 
 def saved_bytes(plan: Plan, config: Config, parameters: Sequence[int]) -> int:

@@ -37,7 +37,7 @@ from megapipe.plan.graphs import graphs_line
 from megapipe.plan.seconds.device import device_of
 from megapipe.plan.seconds.page import UNKNOWN, digest, in_short, predicted
 from megapipe.plan.split import is_searched, schedule_name
-from megapipe.plan.table import saved_bytes
+from megapipe.plan.table import checkpoint_bytes
 from megapipe.schedule.recipe_line import to_line
 from megapipe.training.guards.ranks import contents
 
@@ -160,6 +160,8 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
     at_hand = not missing and tokenizer is not None
     if config.check.check_paths == "yes":
         problems += missing
+        if missing:
+            problems.append("--check-paths no checks the rest without these files.")
         missing = []
     if has_cuda():
         # This machine is like the run's machines, and so are its problems.
@@ -199,6 +201,7 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         f"starts from {start}" if start else "",
         changes(plan),
         summary(plan, config),
+        _save_seconds(config, plan),
         memory_table(plan, as_run),
         f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
         f"{bubble:.1%} of the time of the passes, as the log will have it, by {_unit(config)}; "
@@ -274,8 +277,19 @@ def _room_problems(config: Config, plan: Plan) -> list[str]:
     save = config.checkpoint.save
     if save is None:
         return []
-    size = saved_bytes(plan, config, [work.parameters for work in plan.works])
+    size, _ = checkpoint_bytes(plan, config)
     return ask(lambda: refuse_without_room(Path(save), size, nearest_folder(save)))
+
+
+def _save_seconds(config: Config, plan: Plan) -> str:
+    """Return a line on the time of the first save, which steps wait for; "" without --save."""
+    if config.checkpoint.save is None:
+        return ""
+    device = device_of(config)
+    if device is None or not device.disk:
+        return "seconds of the first save: not known, as --rates has no disk (bytes a second)"
+    size, _ = checkpoint_bytes(plan, config)
+    return f"seconds of the first save: {size / device.disk:.3g} to write, by the disk of --rates"
 
 
 def _data_problems(

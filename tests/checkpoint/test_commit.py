@@ -262,12 +262,12 @@ def test_a_checkpoint_that_will_not_fit_is_refused_before_a_byte_is_written(root
     with pytest.raises(CheckpointError) as caught:
         Toy(3).save(root)
     assert str(caught.value) == (
-        f"--save {root}: a checkpoint takes {need:,} bytes, and 1,000 are free. Make room, or give a folder on a "
-        "larger disk. Older checkpoints of iterations 1 are there; --save-keep-last 2 removes such ones after each "
-        "save."
+        f"--save {root}: a checkpoint takes {need / 2**30:.4g} GiB, and 9.313e-07 are free. Make room, or give "
+        "a folder on a larger disk. Older checkpoints of iterations 1 are there; --save-keep-last 2 removes such "
+        "ones after each save."
     )
     with pytest.raises(CheckpointError, match="a checkpoint takes"):
         check_save(root, 2, ProcessMesh.single())
     assert sorted(os.listdir(root)) == ["iter_0000001", "iter_0000002", commit.POINTER]
-    with pytest.raises(CheckpointError, match="a checkpoint takes 5,000 bytes, and 1,000 are free"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint takes 4\.657e-06 GiB, and 9\.313e-07 are free"):
         check_save(root.parent / "new", 0, ProcessMesh.single(), 5000)

@@ -23,11 +23,13 @@ from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.search.timed import table
 from megapipe.commands.plan.search.workers import Workers
+from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB, counts_of, make_plan, pieces_of, plan_of
-from megapipe.plan.seconds.device import Device, load_device
+from megapipe.plan.seconds.device import DEVICES, Device, load_device
+from megapipe.plan.seconds.page import digest
 from megapipe.plan.seconds.step import timed
 from megapipe.schedule import SCHEDULES
 from megapipe.training.check import check
@@ -75,11 +77,11 @@ def every_step(config, gpus, memory, device):
 
 def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the_end():
     flags = [*MODEL.split(), "--num-layers", "8", "--global-batch-size", "8"]
-    found = search(parse(Config, flags), 2, 0.02 * GIB, replace(SLOW, inside=1e10), 1000)
+    found = search(parse(Config, flags), 2, Machine(0.02 * GIB), replace(SLOW, inside=1e10), 1000)
     first = min(found.best.values(), key=lambda x: x.step)
     said = " ".join(flags_of(first.config))
     assert {"--use-megatron-fsdp", "breadth-first", "--memory-limit-gib"} <= set(said.split())
-    assert "2 data, sharded, x 1 pipeline" in report(found, 0.02 * GIB)
+    assert "2 data, sharded, x 1 pipeline" in report(found, Machine(0.02 * GIB))
     check(parse(Config, [*flags, *said.split(), "--check", "--world-size", "2"]))
     # It moves no activations, so it is also the best of those that move none, whose flags say as much.
     assert found.plain is not None
@@ -105,21 +107,21 @@ def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the
 def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, capsys):
     flags = [*MODEL.split(), "--global-batch-size", str(batch)]
     config = parse(Config, flags)
-    found = search(config, gpus, memory * GIB, device, 1000)
+    found = search(config, gpus, Machine(memory * GIB), device, 1000)
     steps = sorted(every_step(config, gpus, memory * GIB, device))
     first = min(found.best.values(), key=lambda x: x.step)
     assert first.step <= steps[0] * 1.03
     assert first.peak <= memory * GIB
     check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", str(gpus)]))
     assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
-    assert " ".join(flags_of(first.config)) in report(found, memory * GIB)
+    assert " ".join(flags_of(first.config)) in report(found, Machine(memory * GIB))
 
 
 def test_a_layout_that_fits_only_with_some_activations_computed_again_wins_and_trains_as_it_was_found(capsys):
     sizes = "--seq-length 512 --max-position-embeddings 512 --global-batch-size 8 --cross-entropy-loss-fusion"
     flags = [*MODEL.split(), *sizes.split()]
     config, room, far = parse(Config, flags), 0.007 * GIB, replace(SLOW, outside=3e6, node=1)
-    found = search(config, 2, room, far, 1000)
+    found = search(config, 2, Machine(room), far, 1000)
     first = min(found.best.values(), key=lambda x: x.step)
     assert first.moves
     assert first.peak <= room
@@ -127,9 +129,9 @@ def test_a_layout_that_fits_only_with_some_activations_computed_again_wins_and_t
     assert found.plain is not None
     assert found.plain.step == pytest.approx(best)
     assert first.step < 0.95 * best
-    said = report(found, room)
+    said = report(found, Machine(room))
     assert f"single activations: {best:.4g} s, {best / first.step - 1:.1%} slower than the first, 1f1b" in said
-    alone = report(replace(found, plain=None), room)
+    alone = report(replace(found, plain=None), Machine(room))
     assert "without copies to the host and second forwards of single activations no plan fits\n" in alone
     check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", "2"]))
     moved = "of 16 activations"
@@ -142,7 +144,7 @@ def test_experts_are_shared_where_a_rank_has_no_room_for_all():
     flags = [*MODEL.split(), *experts.split(), "--global-batch-size", "4"]
     config = parse(Config, flags)
     room = 0.042 * GIB
-    found = search(config, 2, room, SLOW, 1000)
+    found = search(config, 2, Machine(room), SLOW, 1000)
     layouts = {x.layout[4] * x.layout[5] * x.layout[2] for x in found.best.values()}
     assert min(layouts) > 1  # none has all experts of all layers
     assert any(x.layout[4] > 1 for x in found.best.values())
@@ -156,7 +158,7 @@ def test_experts_are_shared_where_a_rank_has_no_room_for_all():
 def test_a_line_that_says_what_to_compute_again_is_searched_like_any_other(flags):
     """Every layout was refused, since these flags are without effect where nothing is computed again."""
     plain = ["--recompute-granularity", "selective", *MODEL.split(), "--global-batch-size", "4"]
-    found = search(parse(Config, [*plain, *flags.split()]), 2, GIB, SLOW, 1000)
+    found = search(parse(Config, [*plain, *flags.split()]), 2, Machine(GIB), SLOW, 1000)
     assert found.best
     assert "refused by the checks of a run" not in found.lost
 
@@ -164,7 +166,7 @@ def test_a_line_that_says_what_to_compute_again_is_searched_like_any_other(flags
 def test_layouts_of_a_model_with_depths_are_found():
     """The tables that a search tries had no depths, while its costs did: it ended in a ValueError."""
     flags = [*MODEL.split(), "--global-batch-size", "8", "--mtp-num-layers", "4"]
-    found = search(parse(Config, flags), 2, GIB, SLOW, 1000)
+    found = search(parse(Config, flags), 2, Machine(GIB), SLOW, 1000)
     assert any(x.config.parallel.pipeline_model_parallel_size == 2 for x in found.best.values())
 
 
@@ -173,7 +175,7 @@ def test_layers_that_no_number_of_stages_divides_are_split_as_a_run_splits_them(
     """DeepSeek-V3 has 61 layers: a search saw no pipeline for it."""
     given = MODEL.replace("--num-layers 4", f"--num-layers 5 --mtp-num-layers {depths}")
     flags = [*given.split(), "--global-batch-size", "8"]
-    found = search(parse(Config, flags), 2, GIB, SLOW, 1000)
+    found = search(parse(Config, flags), 2, Machine(GIB), SLOW, 1000)
     piped = [x for x in found.best.values() if x.config.parallel.pipeline_model_parallel_size == 2]
     assert piped
     for x in piped[:2]:
@@ -185,7 +187,7 @@ def test_layers_that_no_number_of_stages_divides_are_split_as_a_run_splits_them(
 def test_a_first_plan_is_known_before_the_plans_are_counted():
     config = parse(Config, [*MODEL.split(), "--global-batch-size", "8"])
     told: list[tuple[int, int, float | None]] = []
-    found = search(config, 4, GIB, SLOW, 1000, lambda *said: told.append(said))
+    found = search(config, 4, Machine(GIB), SLOW, 1000, lambda *said: told.append(said))
     (done, among, step), *others = told
     assert (done, among) == (1, 0)
     assert all(among for _, among, *_ in others)
@@ -200,7 +202,7 @@ def test_flags_of_a_plan_pasted_after_others_make_that_plan():
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 "
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
     )
-    found = search(parse(Config, flags), 1, GIB, SLOW, 1000)
+    found = search(parse(Config, flags), 1, Machine(GIB), SLOW, 1000)
     for x in found.best.values():
         pasted = parse(Config, [*flags, *before.split(), *flags_of(x.config)])
         assert pasted.parallel == x.config.parallel
@@ -209,8 +211,21 @@ def test_flags_of_a_plan_pasted_after_others_make_that_plan():
 
 
 def test_what_does_not_fit_is_said():
-    config = parse(Config, [*MODEL.split(), "--global-batch-size", "4"])
-    assert report(search(config, 2, 1000.0, SLOW, 1000), 1000.0).startswith("nothing fits")
+    flags = [*MODEL.split(), "--global-batch-size", "4"]
+    config = parse(Config, flags)
+    found = search(config, 2, Machine(1000.0), SLOW, 1000)
+    first, least, verdict, pasted, *_ = report(found, Machine(1000.0)).splitlines()
+    assert first.startswith("nothing fits: ")
+    made = parse(Config, [*flags, *pasted.split()])
+    model = replace(made.model, padded_vocab_size=made.model.padded_vocab(1000))
+    made = replace(made, model=model, world_size=2)
+    plan = make_plan(made)
+    assert f"plan {digest(plan, made)}" in least
+    assert f"peak {max(plan.peak_bytes) / GIB:.3g} GiB: does not fit" in verdict
+    # One sequence at a time on two ranks that share a model, and only inputs of layers are kept.
+    assert "--recompute-granularity full" in pasted
+    assert "--micro-batch-size 1" in pasted
+    assert "2 tensor" in least or "2 pipeline" in least
 
 
 SMALL = "--search --global-batch-size 4 --world-size 2"
@@ -264,9 +279,9 @@ def test_a_device_whose_numbers_mean_nothing_is_refused_by_its_field(given, tmp_
 def test_slices_fill_a_pipeline_that_two_long_sequences_leave_empty(capsys):
     flags = [*MODEL.split(), *["--seq-length", "4096", "--max-position-embeddings", "4096", "--global-batch-size", "2"]]
     far = replace(SLOW, outside=3e6, node=1)  # too far apart for anything but a pipeline
-    found = search(parse(Config, flags), 4, GIB, far, 1000)
+    found = search(parse(Config, flags), 4, Machine(GIB), far, 1000)
     whole = min(x.step for x in found.best.values())
-    try_slices(found, "auto", GIB, far)
+    try_slices(found, "auto", Machine(GIB), far)
     first = min(found.best.values(), key=lambda x: x.step)
     assert first.step < 0.5 * whole
     chosen = flags_of(first.config)
@@ -351,13 +366,70 @@ def test_the_users_overlap_of_gradient_sums_stays_and_is_taken_where_it_shortens
     assert "--overlap-grad-reduce" in taken[0]["flags"]
 
 
-def test_the_memory_of_the_host_is_that_of_a_check(capsys, tmp_path):
+def test_the_memory_of_a_host_is_that_of_a_check_for_each_rank_of_its_node(capsys, tmp_path):
     (found, *_), said = run_search("--global-batch-size 8 --world-size 2", capsys, tmp_path)
     line = "--global-batch-size 8 --save somewhere --save-interval 9"
     check(parse(Config, [*MODEL.split(), *line.split(), *found["flags"], "--check", "--world-size", "2"]))
     gib = found["host_bytes"]["save"] / GIB
     assert f"writing it takes up to {gib:.3g} GiB of host memory on a rank" in capsys.readouterr().out
-    assert f"on the host a rank needs {gib:.3g} GiB to save a checkpoint" in said.out
+    assert f"on a host 2 ranks need {2 * gib:,.4g} GiB to save: fits" in said.out
+
+
+def test_plans_whose_save_has_no_room_on_a_host_are_left_out_and_the_page_says_why(capsys, tmp_path):
+    """The first plan of Mixtral on 64 devices asked 541 GiB of each rank for a save, 4.2 TiB of a host."""
+    line = "--global-batch-size 8 --world-size 4 --pipeline-model-parallel-size 1 --use-distributed-optimizer"
+    before, _ = run_search(line, capsys, tmp_path)
+    needs = sorted({4 * sum(x["host_bytes"].values()) for x in before})
+    limit = (needs[0] + needs[-1]) / 2
+    best, said = run_search(f"{line} --host-memory-gib {limit / GIB}", capsys, tmp_path)
+    assert best
+    assert all(4 * sum(x["host_bytes"].values()) <= limit for x in best)
+    assert "without room on the host to save a checkpoint" in said.out
+    assert "--no-save-optim saves weights alone" in said.out
+    # The user's own plan stays on the page, with what it lacks.
+    _, own = said.out.split("\nyours: ")
+    assert "on a host 4 ranks need" in own
+    assert "does not fit" in own
+
+
+@pytest.mark.parametrize(("reserved", "least"), [("", 0.9), ("--reserved-gib 0", 1.0)])
+def test_a_tenth_of_a_device_stays_free_unless_less_is_asked_for(reserved, least, capsys, tmp_path):
+    line = f"--global-batch-size 8 --world-size 2 --memory-gib 0.0042 {reserved}"
+    best, said = run_search(line, capsys, tmp_path)
+    room = 0.0042 * least
+    assert max(x["peak_bytes"] for x in best) <= room * GIB
+    spare = [room - x["peak_bytes"] / GIB for x in best]
+    assert [f"fits with {gib:.3g} to spare" in said.out for gib in spare] == [True] * len(best)
+
+
+def test_plans_closer_than_predictions_can_tell_are_called_equal():
+    config = parse(Config, [*MODEL.split(), "--global-batch-size", "4"])
+    found = search(config, 1, Machine(GIB), SLOW, 1000)
+    first = min(found.best.values(), key=lambda x: x.step)
+    best = {n: replace(first, step=(1 + n / 100) * first.step) for n in (0, 4, 6)}
+    rows = [line for line in report(replace(found, best=best), Machine(GIB)).splitlines() if "% slower" in line]
+    assert rows[0].startswith("      equal in time, within 5%: 4.0% slower than the first")
+    assert rows[1].startswith("      6.0% slower than the first")
+
+
+def test_one_plan_says_whether_it_fits_a_device_of_memory_gib(capsys):
+    line = [*MODEL.split(), "--global-batch-size", "8"]
+    main(line)
+    before = capsys.readouterr().out
+    peak = max(make_plan(parse(Config, [*line, "--padded-vocab-size", "1024"])).peak_bytes) / GIB
+    assert "does not fit" not in before
+    for size, says in (
+        (2 * peak, f"fits with {1.8 * peak - peak:.3g} to spare"),
+        (1.05 * peak, f"tight, needs {peak - 0.945 * peak:.3g} of the {0.105 * peak:.3g} reserved"),
+        (0.8 * peak, f"does not fit, {0.2 * peak:.3g} more than a device has"),
+    ):
+        main([*line, "--memory-gib", str(size)])
+        assert f"peak {peak:.3g} GiB: {says}; on a host 1 ranks need " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["H100", "h100"])
+def test_a_device_is_known_by_its_name_in_any_case(name):
+    assert load_device("--rates", name) == DEVICES["h100"]
 
 
 def test_a_width_of_experts_that_is_asked_for_is_tried_with_each_of_their_ranks(capsys, tmp_path):
@@ -417,10 +489,10 @@ def test_a_search_that_is_interrupted_says_its_best_so_far():
         if best is not None and not last:
             raise KeyboardInterrupt
 
-    found = search(config, 4, GIB, SLOW, 1000, interrupted, jobs=2)
+    found = search(config, 4, Machine(GIB), SLOW, 1000, interrupted, jobs=2)
     assert found.stopped
     assert found.best
-    assert report(found, GIB).startswith("the search was stopped; these are the best plans until then\n 1. ")
+    assert report(found, Machine(GIB)).startswith("the search was stopped; these are the best plans until then\n 1. ")
 
 
 def test_processes_of_a_search_end_where_sigterm_is_ignored():

@@ -15,7 +15,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import make_plan
-from megapipe.plan.table import checkpoint_bytes, checkpoint_line
+from megapipe.plan.table import checkpoint_bytes, checkpoint_line, gathered_bytes
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training
 
@@ -61,3 +61,16 @@ def test_replicas_divide_the_writing_and_zero_1_gathers_the_state_whole():
     assert (size, most) == (alone[0], alone[1] / 2)
     assert checkpoint_bytes(make_plan(zero), zero) == (size, most + size * 8 / 12)
     assert checkpoint_line(make_plan(two), two) == ""
+
+
+def test_a_run_with_shards_of_weights_starts_with_all_of_them_and_the_plan_counts_that():
+    """A search put 87 GiB of weights on devices of 80."""
+    config = planned("llama", dp=2, bf16=True)
+    sharded = replace(config, parallel=replace(config.parallel, use_megatron_fsdp=True))
+    optimizers = run_threads(lambda mesh: short_run.run_of(mesh, sharded).optimizer, dp=2)
+    plan = make_plan(sharded)
+    more = gathered_bytes(plan, sharded) - max(plan.state_bytes)
+    assert more == pytest.approx(optimizers[0].live.peak, rel=0.01)
+    assert more == 2 * sum(work.parameters for work in plan.works)
+    plain = make_plan(config)
+    assert gathered_bytes(plain, config) == max(plain.state_bytes)

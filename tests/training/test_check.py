@@ -149,7 +149,7 @@ def test_a_cluster_is_planned_on_a_machine_whose_disk_has_no_room_for_its_checkp
     given = flags(saved, "--check --save F/elsewhere --save-interval 4")
     pretrain_gpt.main([*given, "--check-paths", "no"])
     assert re.search(
-        r"on this machine: --save \S+: a checkpoint takes [\d,]+ bytes, and 7 are free", capsys.readouterr().out
+        r"on this machine: --save \S+: a checkpoint takes \S+ GiB, and 6.519e-09 are free", capsys.readouterr().out
     )
 
 
@@ -226,3 +226,23 @@ def test_a_start_looks_once_for_its_checkpoint_and_once_when_the_folder_is_its_o
     looked = counted(monkeypatch, commit, "newest")
     pretrain_gpt.main(flags(saved, f"--load F/c --use-checkpoint-args {way}"))
     assert looked == [saved / "c"] * times
+
+
+def test_missing_files_come_with_the_flag_that_checks_the_rest():
+    """The flag stood in the refusals of `plan` alone."""
+    line = RUN.replace("--check-paths no ", "")
+    with pytest.raises(ConfigError, match="--check-paths no checks the rest without these files"):
+        pretrain_gpt.main(line.split())
+
+
+def test_the_seconds_of_the_first_save_are_those_of_the_disk_or_said_to_be_unknown(tmp_path, capsys):
+    line = f"{RUN} --save {tmp_path / 'saved'}"
+    pretrain_gpt.main(line.split())
+    assert "seconds of the first save: not known, as --rates has no disk" in capsys.readouterr().out
+    rates = tmp_path / "rates.json"
+    rates.write_text('{"disk": 1000}')
+    pretrain_gpt.main([*line.split(), "--rates", str(rates)])
+    said = capsys.readouterr().out
+    size = float(re.search(r"a checkpoint has (\S+) GiB", said)[1]) * 2**30
+    seconds = float(re.search(r"seconds of the first save: (\S+) to write", said)[1])
+    assert seconds == pytest.approx(size / 1000, rel=0.01)

@@ -283,7 +283,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_or_is_told_and_tried_again(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=next(free)))
     flags = CheckpointConfig(save=str(tmp_path), save_interval=1, save_failure=policy)
     if policy == "stop":
-        with pytest.raises(CheckpointError, match=r"a checkpoint takes .* bytes, and 0 are free"):
+        with pytest.raises(CheckpointError, match=r"a checkpoint takes .* GiB, and 0 are free"):
             run(replace(config(train_iters=3, lr_decay_iters=9), checkpoint=flags))
     else:
         run(replace(config(train_iters=3, lr_decay_iters=9), checkpoint=flags))

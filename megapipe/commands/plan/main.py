@@ -7,7 +7,6 @@ ignores the flags that name these, except --pipeline-slices.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,6 @@ from megapipe.commands.plan.search.report import (
     Yours,
     best_of,
     flags_of,
-    host_of,
     left_out,
     report,
     why,
@@ -34,6 +32,7 @@ from megapipe.commands.plan.search.report import (
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.search.telling import Telling
+from megapipe.commands.plan.verdict import MemoryFlags, host_of
 from megapipe.config import CheckConfig, Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.files import file_problems, write_complete
@@ -42,7 +41,6 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.flags.parse import parse_among, read_among
 from megapipe.flags.stop import say
 from megapipe.plan import (
-    GIB,
     Plan,
     changes,
     layout_of_plan,
@@ -73,7 +71,7 @@ FORMER = {
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(MemoryFlags):
     """Print the plan of a run without starting it: stages, layers, parameters, time and memory.
 
     All other flags are flags of megapipe pretrain. --world-size is the number of processes of the
@@ -93,8 +91,6 @@ class Flags:
     search: bool = False
     """Search for the best plans on --world-size devices of --memory-gib, of several kinds, and
     compare the plan of the run's own layout flags with them."""
-    memory_gib: float = 80.0
-    """Memory of a device, for --search."""
     fix: tuple[str, ...] = ()
     """With --search: axes that keep the value of the run's own flags, of tp, cp, pp, micro, ep,
     etp, schedule, recompute and sharding."""
@@ -146,6 +142,10 @@ def main(argv: Sequence[str]) -> None:
     device = device_of(config) or Device()
     # A user who wants another layout pastes this flag and changes it.
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
+    verdict = ""
+    if flags.memory_gib is not None:
+        machine = flags.machine(device, config.world_size)
+        verdict = f"a device has {machine}\n{machine.fits(plan, config)}"
     text = [
         # --world-size and --rates are this command's here.
         start_block(replace(config, check=CheckConfig())),
@@ -153,6 +153,7 @@ def main(argv: Sequence[str]) -> None:
         table(plan),
         *own_lines(plan),
         page(plan, config, device),
+        verdict,
         *one_change_of(plan, config, device),
         *unknown,
         layout,
@@ -198,8 +199,7 @@ def _ready(config: Config) -> tuple[Config, list[str]]:
 
 def _wrong(flags: Flags) -> Iterator[str]:
     """Yield a text for each number out of range and each flag without effect."""
-    if not 0 < flags.memory_gib < math.inf:
-        yield f"--memory-gib must be a number above 0, got {flags.memory_gib:g}."
+    yield from flags.wrong_sizes()
     if flags.search:
         for name in ("parts", "costs", "save_costs", "save_schedule"):
             if getattr(flags, name):
@@ -213,15 +213,20 @@ def _wrong(flags: Flags) -> Iterator[str]:
             given = " ".join(flags.why)
             yield f"--why {given}: give two plans, such as --why 1 yours."
         return
-    for name in ("memory_gib", "fix", "among", "without", "why", "search_jobs"):
+    names = ["fix", "among", "without", "why", "search_jobs"]
+    if flags.memory_gib is None:
+        names += ["reserved_gib", "host_memory_gib"]
+    for name in names:
         value = getattr(flags, name)
         if value != getattr(Flags, name):
+            of = "--search"
             if isinstance(value, tuple):
                 value = " ".join(value)
             elif isinstance(value, float):
                 value = f"{value:g}"
+                of = "--memory-gib"
             flag = f"--{name.replace('_', '-')}"
-            yield f"{flag} {value} is of --search. Add that, or leave it out."
+            yield f"{flag} {value} is of {of}. Add that, or leave it out."
 
 
 def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
@@ -322,24 +327,24 @@ def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[d
     size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
     config = config.with_batch(config.global_batch_size)
     config = replace(config, model=inline(config.model))
-    memory = flags.memory_gib * GIB
+    machine = flags.machine(device, devices)
     jobs = flags.search_jobs or os.cpu_count() or 1
     # The user's own plan is the first that is known, after seconds.
-    yours = _yours(own, devices, size, device, memory)
+    yours = _yours(own, devices, size, device, machine.limit)
     telling = Telling()
     if yours.plan is not None:
         telling.first(f"yours: {in_short(seconds_of(yours.plan, device))}")
-    found = search(config, devices, memory, device, size, telling, asked=asked, jobs=jobs)
+    found = search(config, devices, machine, device, size, telling, asked=asked, jobs=jobs)
     # Slices are tried for the best layouts alone, as they multiply the tables.
     if slices is not None:
-        try_slices(found, slices, memory, device, config.parallel)
+        try_slices(found, slices, machine, device, config.parallel)
     best = best_of(found)
     rows: list[dict[str, Any]] = [
         {
             "step_s": x.step,
             "peak_bytes": x.peak,
             "schedule": x.schedule,
-            "host_bytes": dict(zip(("save", "copies"), host_of(x), strict=True)),
+            "host_bytes": dict(zip(("save", "copies"), host_of(x.plan, x.config), strict=True)),
             "parts_s": x.parts,
             "flags": flags_of(x.config),
             "leave_out": _left_out(argv, x.config),
@@ -348,8 +353,8 @@ def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[d
         for x in best
     ]
     assumed = f"{device.assumed}, {device.to_host}"
-    text = [f"{devices} devices of {flags.memory_gib:g} GiB; assumed: {assumed}", *said]
-    text.append(report(found, memory, device, yours, lambda one: _left_out(argv, one)))
+    text = [f"{devices} devices of {machine}; assumed: {assumed}", *said]
+    text.append(report(found, machine, device, yours, lambda one: _left_out(argv, one)))
     if flags.why:
         text.append(why(flags.why, best, yours))
     return "\n".join(text), rows

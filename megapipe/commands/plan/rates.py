@@ -94,6 +94,7 @@ def rates_of(alone: Alone, config: Config, plan: Plan, found: Forecast) -> dict[
         "peak": alone.peak or max(rate for _, rate in alone.products),
         "memory": alone.memory,
         "overhead": found.costs.overhead,
+        "host": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
     if alone.messages:
         rates["inside"] = [list(row) for row in alone.messages]

@@ -38,6 +38,8 @@ class Device:
         source: where these numbers come from, in words.
         memory: memory bandwidth, in bytes per second that an update reads and writes; 0 if updates
             are to take no time.
+        host: bytes of memory of a node's host. The default is a DGX H100's, 2 TiB.
+        disk: bytes per second that all ranks together write of a checkpoint; 0 if not known.
         by_product: pairs (FLOP of a matrix product, its FLOP/s); () if products of every size reach
             `flops`.
         by_message: pairs (bytes of a message within a node, its seconds); () to use `inside` and
@@ -54,6 +56,8 @@ class Device:
     peak: float = 9.89e14
     source: str = "H100's data sheet"
     memory: float = 0.0
+    host: float = 2.0**41
+    disk: float = 0.0
     by_product: Sizes = ()
     by_message: Sizes = ()
     by_far_message: Sizes = ()
@@ -174,8 +178,8 @@ def load_device(flag: str, given: str) -> Device:
         given: a name of DEVICES, or the path of a .json.
     Raises: ConfigError that names the file and the field.
     """
-    if given in DEVICES:
-        return DEVICES[given]
+    if given.lower() in DEVICES:
+        return DEVICES[given.lower()]
     try:
         read = json.loads(Path(given).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

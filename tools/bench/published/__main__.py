@@ -17,6 +17,7 @@ from megapipe.commands.plan.search.asked import asked_of
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.report import best_of
 from megapipe.commands.plan.search.search import search
+from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.flags.parse import parse
@@ -108,7 +109,7 @@ def best_plan(run: Run, config: Config, most: float) -> Timed | None:
 
     device = DEVICES[run.device]
     vocab = vocabulary_of(config)
-    found = search(bare, run.gpus, 80 * GIB, device, vocab, stop, asked=asked)
+    found = search(bare, run.gpus, Machine(80 * GIB), device, vocab, stop, asked=asked)
     return next(iter(best_of(found)), None)
 
 

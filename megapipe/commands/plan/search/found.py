@@ -17,6 +17,7 @@ from megapipe.commands.plan.search.screen import (
     Sketch,
     kind_of,
 )
+from megapipe.commands.plan.verdict import Machine
 from megapipe.plan.seconds.step import Layout, Timed
 
 OF_KIND = 4
@@ -60,6 +61,8 @@ class Search:
         plain: the best plan that neither offloads nor recomputes single activations.
         tight: plans that need too much memory, to be tried again with single activations offloaded
             or recomputed.
+        least: (bytes, candidate) of the plan that needs least memory of those that need too much.
+        nearest: this plan, if no plan fits; None if it cannot be made.
         lost: {reason: number of plans that were rejected for this reason}.
         stopped: whether the user interrupted the search.
     """
@@ -68,6 +71,8 @@ class Search:
     best: dict[tuple[Layout, Kind, bool], Timed] = field(default_factory=dict)
     plain: Timed | None = None
     tight: list[Candidate] = field(default_factory=list)
+    least: tuple[float, Candidate | None] = (inf, None)
+    nearest: Timed | None = None
     lost: Counter[str] = field(default_factory=Counter)
     stopped: bool = False
 
@@ -97,6 +102,8 @@ class Search:
             answer: the plan with its step if it fits, or why it was rejected.
         """
         if isinstance(answer, Out):
+            if answer.peak < self.least[0]:
+                self.least = answer.peak, candidate
             if answer.movable and answer.step is not None:
                 self.tight.append(candidate._replace(least=answer.step, moves=True))
             else:
@@ -116,15 +123,18 @@ class Search:
             self.sketches[key] = sketch
         self.lost[SLOWER] += other is not None
 
-    def take(self, made: Timed | None, memory: float) -> None:
-        """Store a finished plan if it fits `memory` and is the best of its layout and kind.
+    def take(self, made: Timed | None, machine: Machine) -> None:
+        """Store a finished plan if it fits and is the best of its layout and kind.
 
         Args:
             made: the plan as a run makes it; None if a run cannot make it.
-            memory: bytes of a device.
+            machine: the memory of a device and of a host.
         """
-        if made is None or made.peak > memory:
+        if made is None or made.peak > machine.limit:
             self.lost[OUT_OF_MEMORY] += 1
+            return
+        if reason := machine.refuses(made.plan, made.config):
+            self.lost[reason] += 1
             return
         key = (made.layout, kind_of(made.config), made.moves)
         other = self.best.get(key)

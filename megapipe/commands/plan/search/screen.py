@@ -13,11 +13,13 @@ from typing import NamedTuple
 from megapipe.commands.plan.search.bounds import Counted
 from megapipe.commands.plan.search.cells import is_movable, short, under
 from megapipe.commands.plan.search.timed import Room, with_schedule
+from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import Plan, plan_of
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.step import SUMS, UPDATE, Layout, layout_of
+from megapipe.schedule.catalogue import PLAIN
 
 OUT_OF_MEMORY = "out of memory"
 SLOWER = "slower than others of their kind"
@@ -56,11 +58,13 @@ class Out(NamedTuple):
         step: seconds that a step of the plan takes at least; None if nothing was simulated.
         movable: whether the plan needs too much memory, but may fit if single activations are
             offloaded or recomputed.
+        peak: bytes of the rank that needs most, if that is why.
     """
 
     reason: str
     step: float | None = None
     movable: bool = False
+    peak: float = inf
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Screen:
 
     Attributes:
         cells: all choices of parallel sizes and recomputation.
-        memory: bytes of a device.
+        machine: the memory of a device and of a host.
         counted: the work of the layers of each cell.
         own: has the user's own overlap of data-parallel communication.
         last: (index of the last candidate's cell, plan of this cell or why there is none). The next
@@ -114,10 +118,10 @@ class Screen:
 
     cells: list[Config]
     device: Device
-    memory: float
+    machine: Machine
     counted: Counted
     own: ParallelConfig = field(default_factory=ParallelConfig)
-    last: tuple[int, Plan | str] = field(default=(-1, NO_TABLE))
+    last: tuple[int, Plan | Out] = field(default=(-1, Out(NO_TABLE)))
 
     def judge(self, candidate: Candidate, limit: float) -> Sketch | Out:
         """Return the candidate with its step if it fits, or why it is rejected.
@@ -128,34 +132,38 @@ class Screen:
         """
         cell = self.cells[candidate.cell]
         plan = self._plan(candidate.cell)
-        if isinstance(plan, str):
-            return Out(plan)
+        if isinstance(plan, Out):
+            # A cell's plan has 1F1B, so its peak says nothing of other schedules.
+            sharded = cell.parallel.use_megatron_fsdp
+            return plan if sharded or candidate.schedule == PLAIN else plan._replace(peak=inf)
         config = under(cell, candidate.schedule, candidate.chunks)
         try:
             return self._extrapolated(plan, config, candidate, limit)
         except (ConfigError, ScheduleError):
             return Out(OUT_OF_MEMORY if candidate.moves else NO_TABLE)
 
-    def _plan(self, number: int) -> Plan | str:
+    def _plan(self, number: int) -> Plan | Out:
         """Return the plan of a cell for few microbatches, or why there is none.
 
         A cell is a layout that the search tries. There is no plan if weights and optimizer state
-        alone need more memory than a device has.
+        alone need more memory than a device has, or if a run could not start or save.
 
         Args:
             number: the index of the cell.
         """
         if self.last[0] != number:
             cell = self.cells[number]
-            plan: Plan | str
+            plan: Plan | Out
             try:
                 plan = plan_of(short(cell, 1), self.counted.pieces(cell))
             except (ConfigError, ScheduleError):
-                plan = NO_TABLE
+                plan = Out(NO_TABLE)
             if isinstance(plan, Plan):
-                room = self.memory * cell.parallel.pipeline_model_parallel_size
-                if sum(plan.state_bytes) > room:
-                    plan = OUT_OF_MEMORY
+                mean = sum(plan.state_bytes) / cell.parallel.pipeline_model_parallel_size
+                if mean > self.machine.limit:
+                    plan = Out(OUT_OF_MEMORY, peak=max(plan.peak_bytes))
+                elif reason := self.machine.refuses(plan, cell):
+                    plan = Out(reason)
             self.last = (number, plan)
         return self.last[1]
 
@@ -163,20 +171,22 @@ class Screen:
         self, plan: Plan, config: Config, candidate: Candidate, limit: float
     ) -> Sketch | Out:
         moves = candidate.moves
+        memory = self.machine.limit
         m = config.num_microbatches
         near = short(config, 1)
         far = short(config, 2)
         left = m - near.num_microbatches
         rest = candidate.least * left / m
-        room = Room(self.memory, limit - rest) if moves else None
+        room = Room(memory, limit - rest) if moves else None
         one = with_schedule(plan, config, near, self.device, room)
-        if one.peak > self.memory:
-            return Out(OUT_OF_MEMORY, one.step + rest, not moves and is_movable(config))
+        if one.peak > memory:
+            movable = not moves and is_movable(config)
+            return Out(OUT_OF_MEMORY, one.step + rest, movable, one.peak)
         if left == 0:
             return Sketch(config, one.step, one.peak, one.parts, one.moves)
         if one.passes + rest > limit:
             return Out(SLOWER, one.passes + rest)
-        room = Room(self.memory, inf) if moves else None
+        room = Room(memory, inf) if moves else None
         other = with_schedule(plan, config, far, self.device, room)
         turns = left / (far.num_microbatches - near.num_microbatches)
         parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items()}
@@ -189,6 +199,6 @@ class Screen:
         # A chunk that gathers its weights once for all microbatches holds the activations of all.
         if "sharding" in plan.own and not moves:
             peak += turns * (other.peak - one.peak)
-        if peak > self.memory:
-            return Out(OUT_OF_MEMORY, step)
+        if peak > memory:
+            return Out(OUT_OF_MEMORY, step, peak=peak)
         return Sketch(config, step, peak, parts, one.moves)

@@ -28,14 +28,16 @@ from megapipe.commands.plan.search.cells import (
     expert_grids,
     is_refused,
     schedules_of,
+    under,
 )
-from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run
+from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run, of_run
 from megapipe.commands.plan.search.first import first_that_fits, usual
 from megapipe.commands.plan.search.found import OF_KIND, Search, leaner
 from megapipe.commands.plan.search.hiding import HIDING, hiding, overlapped, with_fewest_flags
 from megapipe.commands.plan.search.judging import Judging, Tell
 from megapipe.commands.plan.search.screen import OUT_OF_MEMORY, Candidate, Screen, Sketch
 from megapipe.commands.plan.search.workers import Workers
+from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.seconds.device import Device
@@ -54,7 +56,7 @@ SLOWEST = 1.5
 def search(
     config: Config,
     gpus: int,
-    memory: float,
+    machine: Machine,
     device: Device,
     vocab: int,
     tell: Tell = lambda *_: None,
@@ -70,7 +72,7 @@ def search(
         config: the model, its data and its batch. Of the layout only the overlap of data-parallel
             communication counts.
         gpus: the number of devices.
-        memory: bytes of a device.
+        machine: the memory of a device and of a host.
         vocab: the size of the tokenizer.
         tell: called with (plans so far, all plans or 0 if not known yet, seconds of the best step
             or None). At the end a name for the plans is added.
@@ -87,7 +89,7 @@ def search(
     try:
         if narrow := usual(asked):
             few = _candidates(config, gpus, vocab, device, Search(), cells, counted, narrow)
-            first = first_that_fits(few, Screen(cells, device, memory, counted))
+            first = first_that_fits(few, Screen(cells, device, machine, counted))
             if first is not None:
                 found.keep(first)
                 # How many plans there are is not known yet.
@@ -97,7 +99,7 @@ def search(
     except KeyboardInterrupt:
         found.stopped = True
         jobs = 1
-    screen = Screen(cells, device, memory, counted, own)
+    screen = Screen(cells, device, machine, counted, own)
     with Workers(screen, jobs) as workers:
         if not found.stopped:
             _judge(Judging(found, workers, cells, tell), candidates, asked)
@@ -140,6 +142,11 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked, tell:
         asked: the user's restrictions of the search.
         tell: called with (plans so far, all these plans, seconds of the best step, their name).
     """
+    _, nearest = found.least
+    if not found.sketches and nearest is not None:
+        cell = under(screen.cells[nearest.cell], nearest.schedule, nearest.chunks)
+        with suppress(ConfigError, ScheduleError):
+            found.nearest = of_run(cell, screen.device)
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
     chosen: dict[int, Sketch] = {id(x): x for x in ranked[:BEST]}
@@ -163,17 +170,17 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked, tell:
 
     told(0)
     for made in workers.ask(_made, plans, 1, told):
-        found.take(made, screen.memory)
+        found.take(made, screen.machine)
     for n, x in enumerate(small, len(plans) + 1):
         with suppress(ConfigError, ScheduleError):
-            made = any_order(x.config, screen.device, screen.memory)
-            found.take(with_fewest_flags(made, screen.own, screen.device), screen.memory)
+            made = any_order(x.config, screen.device, screen.machine.limit)
+            found.take(with_fewest_flags(made, screen.own, screen.device), screen.machine)
         told(n)
 
 
 def _made(screen: Screen, x: Sketch) -> Timed | None:
     try:
-        made = as_run(x.config, screen.device, screen.memory, moves=x.moves)
+        made = as_run(x.config, screen.device, screen.machine.limit, moves=x.moves)
     except (ConfigError, ScheduleError):
         return None
     return with_fewest_flags(made, screen.own, screen.device)

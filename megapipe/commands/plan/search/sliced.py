@@ -11,6 +11,7 @@ from megapipe.commands.plan.search.cells import under
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.found import Search
 from megapipe.commands.plan.search.hiding import with_fewest_flags
+from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.seconds.device import Device
@@ -29,7 +30,7 @@ CELLS = 4096
 def try_slices(
     found: Search,
     asked: str,
-    memory: float,
+    machine: Machine,
     device: Device,
     own: ParallelConfig = ParallelConfig(),  # noqa: B008
 ) -> None:
@@ -41,7 +42,7 @@ def try_slices(
     Args:
         found: the result of a search, to which plans are added.
         asked: the value of --pipeline-slices: a number of slices as text, or "auto".
-        memory: bytes of a device.
+        machine: the memory of a device and of a host.
         own: has the user's own overlap of data-parallel communication.
     """
     counts = CHOICES[1:] if asked == AUTO else (int(asked),)
@@ -58,11 +59,11 @@ def try_slices(
             limit = min(limits.of(x.layout, x.kind), best.step if best else inf)
             if x.step - x.parts["bubble"] < limit:
                 config = chosen(under(x.config, name, chunks), count, always=True)
-                _take(found, config, memory, device, own)
+                _take(found, config, machine, device, own)
 
 
 def _take(
-    found: Search, config: Config, memory: float, device: Device, own: ParallelConfig
+    found: Search, config: Config, machine: Machine, device: Device, own: ParallelConfig
 ) -> None:
     par = config.parallel
     chunks = par.num_virtual_stages_per_pipeline_rank or 1
@@ -75,6 +76,6 @@ def _take(
         found.lost["refused by the checks of a run"] += 1
         return
     try:
-        found.take(with_fewest_flags(of_run(config, device), own, device), memory)
+        found.take(with_fewest_flags(of_run(config, device), own, device), machine)
     except (ConfigError, ScheduleError):
         found.lost["that cannot be cut so"] += 1

@@ -1,0 +1,142 @@
+"""Say whether a plan fits: in the memory of a device, and in the memory of a node's host.
+
+A plan counts weights, gradients, optimizer state and activations. Some memory of a device is
+reserved for what it does not count. Whatever ranks keep on the host, all ranks of a node share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+from megapipe.config import Config
+from megapipe.plan import GIB, Plan
+from megapipe.plan.families.offload import host_bytes
+from megapipe.plan.logits import FREE
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.table import checkpoint_bytes, gathered_bytes
+
+MEMORY = 80.0
+"""GiB of a device for --search."""
+RESERVED = (
+    f"reserved: {FREE:.0%} of a device unless --reserved-gib says otherwise, assumed for what no "
+    "plan counts: CUDA's context (about 0.5 GiB), NCCL's buffers (up to 0.6 a communicator), "
+    "workspaces and fragments; and an H100 of 80 GiB shows 79.1."
+)
+HOST = (
+    "on a host: with a distributed optimizer each rank gathers the whole state of its stages to "
+    "save it, so more tensor, pipeline or expert ranks need less. --no-save-optim saves weights "
+    "alone. --host-memory-gib is 2,048 by default, as in a DGX H100."
+)
+TOO_WHOLE = "without room for all weights of a rank, which it gathers to start and to save"
+NO_HOST = "without room on the host to save a checkpoint"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The memory of a device and of its node's host.
+
+    `refuses` judges a plan, and `fits` does so in words.
+
+    Attributes:
+        device: bytes of a device.
+        reserved: the part of these that plans must leave free.
+        host: bytes of memory of a node's host.
+        ranks: number of ranks that share a host.
+    """
+
+    device: float
+    reserved: float = 0.0
+    host: float = inf
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        text = f"{self.device / GIB:g} GiB, {self.reserved / GIB:.3g} of them reserved"
+        if self.host < inf:
+            text += f"; {self.ranks} on a host of {self.host / GIB:,.5g} GiB"
+        return text
+
+    @property
+    def limit(self) -> float:
+        """Return the bytes of a device that a plan may count."""
+        return self.device - self.reserved
+
+    def refuses(self, plan: Plan, config: Config) -> str:
+        """Return why a run of a plan could not start or save, or an empty text."""
+        if gathered_bytes(plan, config) > self.limit:
+            return TOO_WHOLE
+        return NO_HOST * (self.ranks * sum(host_of(plan, config)) > self.host)
+
+    def fits(self, plan: Plan, config: Config) -> str:
+        """Return, in words, what a plan needs on a device and on a host, and whether it fits."""
+        return f"{self._on_device(plan, config)}; {self._on_host(plan, config)}"
+
+    def _on_device(self, plan: Plan, config: Config) -> str:
+        peak = max(plan.peak_bytes)
+        text = f"peak {peak / GIB:.3g} GiB"
+        # All weights are there when no activations are.
+        gathered = gathered_bytes(plan, config)
+        if gathered > max(peak, self.limit):
+            peak = gathered
+            text += f", {peak / GIB:.3g} to start and to save"
+        spare = (self.limit - peak) / GIB
+        if spare >= 0:
+            return f"{text}: fits with {spare:.3g} to spare"
+        if peak <= self.device:
+            return f"{text}: tight, needs {-spare:.3g} of the {self.reserved / GIB:.3g} reserved"
+        return f"{text}: does not fit, {(peak - self.device) / GIB:.3g} more than a device has"
+
+    def _on_host(self, plan: Plan, config: Config) -> str:
+        saving, copied = (self.ranks * size / GIB for size in host_of(plan, config))
+        text = f"on a host {self.ranks} ranks need {saving:,.4g} GiB to save"
+        if copied:
+            text += f", {copied:,.4g} for copied activations"
+        more = saving + copied - self.host / GIB
+        if more > 0:
+            return f"{text}: does not fit, {more:,.4g} more than it has"
+        return f"{text}: fits"
+
+
+@dataclass(frozen=True)
+class MemoryFlags:
+    """The flags of `megapipe plan` on memory. `machine` returns what they say."""
+
+    memory_gib: float | None = None
+    """Memory of a device; 80 for --search. For one plan: say whether it fits."""
+    reserved_gib: float | None = None
+    """Memory of a device that plans leave free for what they do not count: CUDA's context, NCCL's
+    buffers, workspaces, fragments. Default: a tenth of --memory-gib."""
+    host_memory_gib: float | None = None
+    """Memory of a node's host. Default: host of --rates, 2,048 for an H100."""
+
+    def machine(self, device: Device, ranks: int) -> Machine:
+        """Return the memory of a device and of a host.
+
+        Args:
+            device: has the number of devices of a node, and by default the memory of its host.
+            ranks: the number of processes of the run.
+        """
+        memory = (self.memory_gib or MEMORY) * GIB
+        reserved = FREE * memory if self.reserved_gib is None else self.reserved_gib * GIB
+        host = device.host if self.host_memory_gib is None else self.host_memory_gib * GIB
+        return Machine(memory, reserved, host, min(device.node, ranks))
+
+    def wrong_sizes(self) -> Iterator[str]:
+        """Yield a text for each number out of range."""
+        for flag, size in (
+            ("--memory-gib", self.memory_gib),
+            ("--host-memory-gib", self.host_memory_gib),
+        ):
+            if size is not None and not 0 < size < inf:
+                yield f"{flag} must be a number above 0, got {size:g}."
+        reserved = self.reserved_gib
+        memory = self.memory_gib or MEMORY
+        if reserved is not None and not 0 <= reserved < memory:
+            yield f"--reserved-gib must be from 0 to less than {memory:g}, got {reserved:g}."
+
+
+def host_of(plan: Plan, config: Config) -> tuple[float, float]:
+    """Return the bytes of host memory of a rank: (to save a checkpoint, for copied activations)."""
+    _, saving = checkpoint_bytes(plan, config)
+    return saving, host_bytes(plan)
