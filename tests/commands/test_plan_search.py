@@ -94,7 +94,7 @@ def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the
         return min(x.parts["gradient sums"] for x in plans if "sharding" not in x.plan.own)
 
     asked = Asked(without=frozenset(["hiding"]))
-    shown = search(parse(Config, flags), 2, 0.02 * GIB, replace(SLOW, inside=1e10), 1000, asked=asked)
+    shown = search(parse(Config, flags), 2, Machine(0.02 * GIB), replace(SLOW, inside=1e10), 1000, asked=asked)
     assert first.parts["gradient sums"] < of_zero_1(shown)
     assert of_zero_1(found) < of_zero_1(shown)
 
