@@ -61,7 +61,7 @@ class Search:
         plain: the best plan that neither offloads nor recomputes single activations.
         tight: plans that need too much memory, to be tried again with single activations offloaded
             or recomputed.
-        least: (bytes, candidate) of the plan that needs least memory of those that need too much.
+        least: (bytes, candidate) of the plan without room that needs least memory.
         nearest: this plan, if no plan fits; None if it cannot be made.
         lost: {reason: number of plans that were rejected for this reason}.
         stopped: whether the user interrupted the search.

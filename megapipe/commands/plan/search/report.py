@@ -38,7 +38,7 @@ _MODEL = (
 """Fields of the model that a search chooses."""
 YOURS = "yours"
 ALIKE = 0.05
-"""Plans whose steps differ by less cannot be told apart.
+"""Predictions cannot distinguish plans whose steps differ by less.
 
 Of 32 published pairs of layouts the ratio of the steps of 30 is predicted with a smaller error
 (tools/bench/published/pairs.py).

@@ -146,7 +146,7 @@ class Screen:
         """Return the plan of a cell for few microbatches, or why there is none.
 
         A cell is a layout that the search tries. There is no plan if weights and optimizer state
-        alone need more memory than a device has, or if a run could not start or save.
+        alone need more memory than a device has. The same holds if a run could not start or save.
 
         Args:
             number: the index of the cell.
