@@ -164,8 +164,8 @@ def _holder(lock: Path) -> tuple[str, int] | None:
 def _take_away(lock: Path, seen: tuple[str, int]) -> bool:
     """Delete the lock file of a dead process; return False if this user may not.
 
-    Only the first waiting process deletes it. Without flock, a slow process that has read the old
-    lock file could delete the new one of a faster process.
+    Only the first waiting process deletes it. The flock is why: without it, a slow process that
+    has read the old lock file could delete the new one of a faster process.
 
     Args:
         lock: the lock file.

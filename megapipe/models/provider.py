@@ -70,7 +70,8 @@ def stage_provider(provider: Provider, own: Sequence[LayerSpan] = ()) -> StagePr
 def find_provider(name: str) -> Provider:
     """Import the function that MODULE:NAME or FILE.py:NAME names.
 
-    Raises: ConfigError if there is no such module or function, or it takes other arguments.
+    Raises: ConfigError if there is no such module or function, or if the function takes neither
+        (config, span, tp) nor (pre_process, post_process, vp_stage=None).
     """
     try:
         found = find_named(name, FLAG, "my_model:provider")

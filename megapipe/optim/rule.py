@@ -80,7 +80,7 @@ class Part:
 
     A rule is an optimizer's formula, such as AdamW. For an elementwise rule a part has many
     parameters in one flat tensor. For any other rule it is a single parameter. `whole` gathers a
-    split parameter, `mine` cuts it again, and `round_value` rounds it to the model's weights.
+    split parameter, `mine` cuts it again, and `round_value` writes it, rounded, into `model`.
 
     Attributes:
         names: names of the parameters in the whole model.

@@ -43,14 +43,15 @@ class Request:
         loss_scale: returns the loss scale, the factor on every loss before backward.
         stream: takes a microbatch and returns its stream of random numbers.
         variable_seq_lengths: microbatches of this step differ in length.
-        documents: takes a microbatch and returns its documents, so that slices are cut near their
-            ends; None to cut all microbatches at the same tokens.
+        documents: takes a microbatch and returns its documents. If the table cuts microbatches
+            into slices of their sequences, cuts are near ends of documents. None to cut all
+            microbatches at the same tokens.
         around_last_backward: returns a context for the last backward of the stage with this number.
         on_stage_done: called with a stage's number when its last pass is over.
         read: called with each pass before its time is measured, to wait for the training samples of
             the pass.
-        weights: for each chunk, the functions that passes on its weights call; None if the table
-            has no such pass.
+        weights: for each chunk, functions that reduce, gather, update and check its weights. Passes of
+            the table call them, such as U; None if the table has no such pass.
         on_loss: called with the loss of every microbatch in order, on ranks with a loss; or None.
         stopwatch: measures the time of every pass; None for no measurement.
     """

@@ -221,7 +221,8 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
 def _of_stages(seen: dict[Pass, int]) -> list[tuple[Kind, int]]:
     """Return the sorted (kind, training step) of all passes that run once per step and stage.
 
-    Such a pass is the update of a stage. The keys of `seen` are all passes of the table.
+    Examples are G (reduce gradients) and U (update). `seen` maps each pass to its place in the
+    row of its rank.
     """
     return sorted({(item.kind, item.microbatch) for item in seen if item.kind.traits.per_stage})
 

@@ -173,7 +173,7 @@ class Flags:
 def main(
     argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], Found]] = KERNELS
 ) -> None:
-    """Run the checks that --only names, and print the figure of each.
+    """Run the checks that --only names, and print the number that each has measured.
 
     Args:
         checks: a function for each name, which takes the device.

@@ -202,7 +202,10 @@ class Router(nn.Module):
         return Routing(experts, weights.view(*x.shape[:2], -1), kept, most)
 
     def _chosen(self, logits: Tensor, stream: Stream, compute: torch.dtype) -> Tensor:
-        """Return each token's experts [T, k] for logits [T, E]. `compute` is the scores' type."""
+        """Return each token's experts [T, k] for logits [T, E]. `compute` is the scores' type.
+
+        `stream` is the microbatch: its ranks sum the tokens of each expert for Sinkhorn.
+        """
         config = self.config
         k = config.moe_router_topk
         if not config.by_sinkhorn:

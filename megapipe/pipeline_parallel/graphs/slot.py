@@ -180,7 +180,7 @@ class Slot:
 
 
 class _Replayed(torch.autograd.Function):
-    """The autograd function whose forward and backward replay a slot's graphs of F and B."""
+    """The autograd function whose forward and backward replay the CUDA graphs of a `Slot`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, slot: Slot, owner: WeightGrads, lasts: bool) -> Tensor:

@@ -35,9 +35,9 @@ class Prices(Protocol):
 
 
 class Times(Protocol):
-    """The part of a finished simulation that a family uses: `start` and `end` of each step.
+    """The part of a finished simulation that a family uses: when each pass starts and ends.
 
-    Both lists are indexed [rank][step of the rank's row], in the time unit of the costs.
+    `start[rank][i]` is of the i-th pass of that rank in the table, in the time unit of the costs.
     """
 
     @property
