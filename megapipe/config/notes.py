@@ -227,7 +227,8 @@ class Refused:
     """The annotation of a flag that is refused in some runs, if it is given.
 
     Attributes:
-        text: the sentence with its remedy. The first {} is the flag as typed, the second the other.
+        text: the sentence with its remedy. The first {} is the flag as typed, the second the given
+            flag of `others`.
         where: takes a Config, and returns whether the flag is refused in it.
         others: fields of other flags. If there are any, the flag is refused only if it is given
             together with one of them, and `where` holds.

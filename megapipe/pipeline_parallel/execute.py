@@ -149,13 +149,14 @@ def execute(
     """Run one rank's program from its first to its last item.
 
     For each pass, the function in `PASSES` for its kind begins it. A pass on the compute stream is
-    waited for at once. A pass on another stream is waited for when it is first needed, or at the
-    end. A message is waited for when a pass uses it. An output is held until it is sent, and no
-    longer.
+    over when its function returns. A pass on another stream is waited for when it is first needed,
+    or at the end. A message is waited for when a pass uses it. An output is held until it is sent,
+    and no longer.
 
     While a profiler records, every pass has a label such as `1F0`: the forward of microbatch 0 on
     stage 1. A send of its result to rank 2 has `send 1F0 ->2`. A wait for a result of rank 0 has
-    `recv 0F1 <-0`, and a wait for a pass of another stream `wait 1G0`.
+    `recv 0F1 <-0`, and a wait for a pass of another stream `wait 1G0` (G reduces
+    gradients).
 
     Args:
         program: this rank's part of `schedule.lower`.

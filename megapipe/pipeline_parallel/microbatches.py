@@ -114,7 +114,7 @@ class Microbatches:
         """
 
     def shape(self, whole: Shape, made_by: Pass) -> Shape | None:
-        """Return the shape of a part's message; None if it is the shape of a whole microbatch.
+        """Return the shape of a pass's message; None if it is the shape of a whole microbatch.
 
         Args:
             whole: the shape of a whole microbatch's message.

@@ -50,8 +50,8 @@ class Request:
         on_stage_done: called with a stage's number when its last pass is over.
         read: called with each pass before its time is measured, to wait for the training samples of
             the pass.
-        weights: for each chunk, functions that reduce, gather, update and check its weights. Passes of
-            the table call them, such as U; None if the table has no such pass.
+        weights: for each chunk, functions that reduce, gather, update and check its weights.
+            Passes of the table call them, such as U; None if the table has no such pass.
         on_loss: called with the loss of every microbatch in order, on ranks with a loss; or None.
         stopwatch: measures the time of every pass; None for no measurement.
     """

@@ -325,7 +325,7 @@ def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
 
 @contextmanager
 def _flags_named(config: Config) -> Iterator[None]:
-    """Turn an error about a field of a recipe into one that names the user's flags."""
+    """Turn an error about a field of a `Recipe` of a table into one that names the user's flags."""
     try:
         yield
     except Refused as error:

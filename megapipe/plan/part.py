@@ -42,16 +42,17 @@ class Part:
     of each function is the configuration.
 
     Attributes:
-        name: the key in `Plan.own`, and the field of the recipe if it has one.
+        name: the key in `Plan.own`, and the field of the table's `Recipe` if it has one.
         of: returns what the feature adds to a plan; None for nothing. The second argument is the
             schedule before offload and sharding, the third the finished one. Each is None if it
             does not exist yet.
-        check: raises ConfigError if flags ask for something that this table cannot have.
+        check: takes the table and its costs, and raises ConfigError if flags ask for something that
+            this table cannot have.
         check_made: raises NothingToDo if flags ask for the feature and the finished table lacks it.
         best: if the flags leave a choice open, returns the best plan; else None. The second
             argument makes the plan of a configuration in which the choice is made.
-        chosen: returns the configuration with flags that ask for what `best` chose in a plan, its
-            second argument.
+        chosen: takes a plan that `best` returned, and returns the configuration with flags that ask
+            for the same choice.
         without: returns the configuration without the flags of the feature.
         refused: takes an error that names a field of the recipe, and returns one that names the
             flags.

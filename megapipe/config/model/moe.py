@@ -288,7 +288,7 @@ def _sum(words: list[str]) -> int | list[int]:
 
 
 def _product(words: list[str]) -> int | list[int]:
-    """Parse one value, or a list and integers with * between. Remove the parsed words."""
+    """Parse one value or a product such as [0,1]*3, and remove the parsed words."""
     total = _value(words)
     while words and words[-1] == "*":
         words.pop()

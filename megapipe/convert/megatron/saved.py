@@ -193,7 +193,7 @@ class SavedRun:
         Args:
             source: the tensors of the checkpoint.
         Returns: for each tensor-parallel rank a list: a Row for each model chunk of all pipeline
-            ranks.
+            ranks. A Row has the chunk's flat vectors.
         Raises: CheckpointError if the model has experts or a pipeline layout that is not supported.
         """
         if not any(FLAT.match(key) for key in source.sizes):

@@ -182,9 +182,10 @@ class Transport:
         return post([op.tensor], op.peer, op.tag)
 
     def _link(self, src: int, dst: int) -> dist.ProcessGroup | None:
-        """Return the communicator for messages from src to dst; None for the axis's group.
+        """Return the communicator for messages from src to dst; None for the pipeline's own group.
 
-        With a shared vocabulary one more communicator serves ranks that are no neighbours.
+        If all ranks share the vocabulary, one more communicator serves ranks that are no
+        neighbours.
         """
         number = link(src, dst, self.pp.size)
         if number is None:

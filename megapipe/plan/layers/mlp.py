@@ -161,6 +161,8 @@ def _experts(model: ModelConfig, load: Load) -> Work:
 def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
     """Return how many rows this rank's experts compute, and whether the rows are exchanged.
 
+    A row is one token for one of its experts.
+
     Args:
         load: a rank's tokens, and the ranks that split the layer.
         accepted: number of rows that no expert drops, on all tensor-parallel ranks together.

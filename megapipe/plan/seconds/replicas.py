@@ -135,7 +135,7 @@ def _here(work: Work, plan: Plan) -> OfRank:
 
 
 def _of_stage(plan: Plan, stage: int) -> OfRank:
-    """Return the parameters of a stage on one of its ranks."""
+    """Return how many parameters of each kind one rank of a stage has."""
     found = _here(plan.works[stage], plan)
     span = plan.spans[stage]
     if plan.tied and span.embedding and span.loss:

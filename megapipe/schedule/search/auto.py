@@ -116,8 +116,8 @@ def _distance(took: float, bound: float) -> float:
 def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
     """Return the best schedule with a split backward that a search finds.
 
-    Under the same costs it is at least as good as each built-in schedule with one copy of the
-    model, the same placement, and a peak within the same memory.
+    It is at least as good as each built-in schedule with one copy of the model under these costs,
+    in this placement and memory.
 
     Args:
         arguments: keyword arguments of `search`, such as placement, chunks, costs and memory.

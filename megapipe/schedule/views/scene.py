@@ -80,7 +80,7 @@ class Scene:
 
     @cached_property
     def kinds(self) -> list[Kind]:
-        """Return the kinds of the table, in the order of legends."""
+        """Return the kinds of passes in the table, such as F, in the order of the legend."""
         return [kind for kind in Kind if kind in self.schedule.kinds]
 
     @cached_property

@@ -34,7 +34,8 @@ def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
     Args:
         config: the run's configuration.
         mesh: this rank's mesh.
-        iteration: the last iteration; the folder is read only after some iterations.
+        iteration: the iteration that has just ended. The folder is looked at after each multiple of
+            --log-interval.
     """
     folder = config.checkpoint.trigger_path
     if folder is None or iteration % config.log.log_interval:

@@ -51,8 +51,8 @@ def cell_of(
     The schedule in it is 1F1B; a candidate of the search replaces it.
 
     Args:
-        config: the user's configuration, whose parallel sizes and recomputation are replaced. Plans
-            that reduce gradients once a step keep its overlap of data-parallel communication.
+        config: the user's configuration, whose parallel sizes and recomputation are replaced. Its
+            flags that overlap data-parallel communication stay if gradients are not sharded.
         gpus: the number of processes.
         layout: (tp, cp, pp, micro batch size, ep, etp).
         recompute: the value of --recompute-granularity; None for no recomputation.

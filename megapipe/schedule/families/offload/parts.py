@@ -55,7 +55,10 @@ def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mappin
 
 
 def _of_stage(whole: Sequence[float], length: float, document: float) -> tuple[float, ...]:
-    """Return (o, l, mem_o, mem_r) of one slice on one stage.
+    """Return (o, l, mem_o, mem_r) of one slice of a microbatch on one stage.
+
+    o and l are times of the copy to the host and back. mem_o is the memory that is copied, and
+    mem_k the keys and values in it. mem_r is what stays if the forward is computed again.
 
     Args:
         whole: o, l, mem_o, mem_r and mem_k of a whole microbatch on the stage.
