@@ -133,7 +133,8 @@ class Picture:
     Attributes:
         schedule: the schedule that is drawn.
         costs: times of passes and messages.
-        memory: a limit to draw, in the unit of `costs.mem_b`; None for none.
+        memory: a limit to draw, in the unit of `costs.mem_b`; None for none. A .png or .pdf has
+            none.
     """
 
     schedule: Schedule
@@ -164,8 +165,9 @@ def draw(
         memory: a limit to draw, in the unit of `costs.mem_b`; None for none.
         file: a path that ends in .svg, .png or .pdf. The last two need matplotlib.
         width: inches of a .png or .pdf: a column of a paper has 3.4, a page 7.
-    Raises: ScheduleError if the schedule deadlocks or the file has another ending. DataError if the
-        file cannot be written.
+    Raises: ScheduleError if the file has another ending, matplotlib is missing, the width is not 2
+        to 40, or the schedule deadlocks. Without a file a deadlock is raised when the picture is
+        shown. DataError if the file cannot be written.
     """
     if file is None:
         return Picture(schedule, costs, memory)

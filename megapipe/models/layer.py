@@ -125,7 +125,8 @@ class TransformerLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (x + delta, dropout(after(half(before(x + delta))))); the caller adds the two.
 
-        The sum is left to the next norm, so that a GPU computes both in one kernel.
+        The sum is left to the next norm, so that a GPU computes both in one kernel. The second
+        result is multiplied by `residual_multiplier`, if the model has one.
 
         Args:
             delta: output of the half (attention or MLP) before, not yet added to x; None at the

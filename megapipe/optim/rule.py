@@ -97,7 +97,7 @@ class Part:
         factors: for a rule with `sweeps`, factors by which `grad` is still to be multiplied. For
             any other rule the optimizer has multiplied it.
         model: for a rule with `sweeps`, the model's 16-bit weights, to which it must round the
-            updated value. For any other rule the optimizer rounds.
+            updated value; None if they are not 16-bit. For any other rule the optimizer rounds.
     """
 
     names: tuple[str, ...]

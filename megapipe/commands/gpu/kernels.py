@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
+from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse, run
 from megapipe.models.attention.blocks import MaskSpec
 from megapipe.models.attention.context import context_attention
@@ -173,13 +174,15 @@ class Flags:
 def main(
     argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], Found]] = KERNELS
 ) -> None:
-    """Run the checks that --only names, and print the number that each has measured.
+    """Run the check that --only names, or all, and print the number that each has measured.
 
     Args:
         checks: a function for each name, which takes the device.
-    Raises: SystemExit with status 0 if all pass, else 1.
+    Raises: SystemExit with status 0 if all pass, else 1. ConfigError for an unknown --only.
     """
     flags = parse(Flags, argv)
+    if flags.only not in ("", *checks):
+        raise ConfigError(f"--only {flags.only} is none of the checks: {', '.join(checks)}")
     device = torch.device(flags.device)
     found = [check(device) for name, check in checks.items() if flags.only in ("", name)]
     for one in found:

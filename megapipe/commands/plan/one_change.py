@@ -32,7 +32,8 @@ _PASSES = 4096
 def one_change(mine: Timed, device: Device, memory: float) -> list[str]:
     """Return lines on the changes of one flag that shorten a step most: at most three.
 
-    A run has to accept the change. The list is empty for tables that take long to make.
+    A bucket size brings the flag that it needs. A run has to accept the change, and a step has to
+    be 1% shorter. The list is empty for tables that take long to make.
 
     Args:
         mine: the plan that is changed.

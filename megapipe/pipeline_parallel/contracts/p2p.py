@@ -116,7 +116,7 @@ class P2PCommunicator:
         Args:
             output_tensors: the output, or a list of several.
             tensor_shapes: shape of the gradient, or a list of the shapes of several.
-            is_last_stage: this rank's stage is the last: nothing is sent, and None is returned.
+            is_last_stage: this rank's stage is the last: nothing is sent, and each result is None.
         """
 
         def call(x: Any, shape: Any) -> Any:

@@ -114,10 +114,10 @@ def _distance(took: float, bound: float) -> float:
 
 
 def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
-    """Return the best schedule with a split backward that a search finds.
+    """Return the best schedule that `search` finds, of backwards that are split or whole.
 
-    It is at least as good as each built-in schedule with one copy of the model under these costs,
-    in this placement and memory.
+    If the search has the time, it starts from each built-in schedule with one copy of the model
+    that fits in this placement and memory.
 
     Args:
         arguments: keyword arguments of `search`, such as placement, chunks, costs and memory.
@@ -138,7 +138,7 @@ def search(
     seconds: float = inf,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """Search for the best schedule with a split backward.
+    """Search for the best schedule. Backwards are split into B and W where that is shorter.
 
     Equal arguments give equal schedules.
 

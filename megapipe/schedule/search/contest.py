@@ -61,13 +61,13 @@ class Spending:
 class Entrant:
     """One of several schedules that are annealed, so that the best one wins.
 
-    `improved` returns the entrant after one more annealing.
+    `improved` returns the entrant after further annealing.
 
     Attributes:
         problem: the schedule's placement, costs, memory limits and objective.
         bound: lower bound of the objective for this placement.
         found: the schedule.
-        spreads: values of `Cooling.spread` for the annealings to come, used in turn.
+        spreads: values of `Cooling.spread` for the annealings of one call of `improved`, in turn.
     """
 
     problem: Problem

@@ -189,7 +189,7 @@ def is_dark(colour: str) -> bool:
 
 
 def short(value: float) -> str:
-    """Return a number with five significant digits, without trailing zeros."""
+    """Return a number with five significant digits, or as an integer from 100,000."""
     # Equal sums may differ in the last bits, and halves would then be rounded both ways.
     exact = float(f"{value:.12g}")
     # .5g would write 1e+05.

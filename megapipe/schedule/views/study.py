@@ -126,7 +126,7 @@ if not TYPE_CHECKING:  # a type checker would take any misspelled name for a nam
 
 
 def told(costs: Costs) -> str:
-    """Return costs as a short text. If stages or links differ, their mean is given."""
+    """Return costs as a short text. If stages differ, times are means and shares left out."""
     values = costs.f, costs.b, costs.w, costs.comm
     f, b, w, message = map(mean, values)
     differ = any(isinstance(x, tuple) for x in values)

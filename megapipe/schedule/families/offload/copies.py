@@ -319,7 +319,7 @@ class _Places:
 def copied(plain: Schedule, costs: Costs, chunks: int | None, switch: int | None) -> Schedule:
     """Return the table with offload of each activation that can be back in time for its backward.
 
-    Stages whose activations take no memory have no copies.
+    Stages whose value in a tuple `costs.mem_o` is 0 have no copies.
 
     Args:
         plain: the table without copies.
