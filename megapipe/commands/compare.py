@@ -271,8 +271,9 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
     most = torch.tensor([statistics.median(times), float(held.peak), loss], dtype=torch.float64)
     step_s, peak, loss = mesh.world.all_reduce(most, "max").tolist()
     all_sent = mesh.world.all_reduce(torch.tensor([float(sent_bytes)])).item()
-    # Autograd's graphs hold activations until B; what W needs is held elsewhere.
-    until_b = simulate(plan.schedule, replace(plan.costs, mem_w=0.0))
+    # Autograd's graphs hold activations until B. What W needs is held elsewhere, and what a pass
+    # needs for a moment is in no graph.
+    until_b = simulate(plan.schedule, replace(plan.costs, mem_w=0.0, mem_p=0.0))
     costs = measured_costs(ran, plan.schedule.placement, plan.costs, plan.schedule.cuts)
     why = measured(ran, costs, plan.schedule, plan)
     return Row(
