@@ -82,15 +82,23 @@ class Fixed:
     depths: int = 0
 
     def costs(self, table: Schedule) -> Costs:
+        # `room` has room for what passes need while they run.
+        price = replace(self.price, mem_p=0.0)
         # Depths come into a table late, see `recipe`. Before that their costs name no stage of it.
         if table.placement.depths == self.depths:
-            return self.price
-        return self.price.of_positions(table.placement.chain)
+            return price
+        return price.of_positions(table.placement.chain)
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
         if self.memory is None:
             return None
-        return by_rank(self.memory, table.placement.num_ranks)
+        place = table.placement
+        limits = by_rank(self.memory, place.num_ranks)
+        passing = self.price.of_positions(place.chain).by_stage("mem_p", place)
+        return tuple(
+            limit - max(passing[stage] for stage in place.stages_on(rank))
+            for rank, limit in enumerate(limits)
+        )
 
 
 @dataclass(frozen=True)
