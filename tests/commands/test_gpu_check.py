@@ -143,6 +143,12 @@ def test_an_operation_has_the_numbers_of_float64(device, name):
     assert found.passed, found
 
 
+def test_an_unknown_operation_is_refused():
+    """A case of gpu-check whose name is misspelt would pass without a check."""
+    with pytest.raises(UserError, match="--only norm is none of the checks: weight_grad"):
+        kernels.main(["--device", "cpu", "--only", "norm"])
+
+
 def test_emulated_gpus_run_small_trainings_alone():
     """What needs a compiler, a measure or much memory is left to a real one."""
     flags = gpu_check.Flags(emulated=True, ranks=8)
