@@ -226,10 +226,14 @@ class Pieces:
         sizes = [layer.passing for layer in self.layers]
         ends = accumulate(counts, initial=0)
         found = [max(sizes[begin:end], default=0.0) for begin, end in pairwise(ends)]
+        # A depth has a layer like the last one.
+        of_depth = sizes[-1]
         if self.shares == 1:
             # The layers' backward follows the head's, which frees what the head holds.
-            found[-1] = max(self.head.passing, found[-1] - self.head.held)
-        return (*found, *(depth.passing for depth in self._depths_alone))
+            head = self.head
+            found[-1] = max(head.passing, found[-1] - head.held)
+            of_depth = max(head.passing, of_depth - head.held)
+        return (*found, *[of_depth] * len(self.depths))
 
     def _columns(self, counts: Sequence[int]) -> _Columns:
         """Return the work of each stage, then of each multi-token prediction, field by field.

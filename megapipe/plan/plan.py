@@ -196,6 +196,26 @@ class Plan:
         """
         return sharing(self.schedule.placement, tied=self.tied)
 
+    def repeated(self, stage: int) -> float:
+        """Return how many weights a stage's work counts that are another weight of its rank.
+
+        They are the head's, if the rank has the embedding too and both are tied.
+        """
+        if not self.tied:
+            return 0.0
+        if self.spans[stage].share is not None:
+            return self.vocab_weights / self.pieces.shares
+        if not self.spans[stage].loss or self.pieces.shares > 1:
+            return 0.0
+        # Of DualPipe's two copies of the model, only the stage's own copy counts.
+        place = self.schedule.placement
+        own = [
+            self.spans[other].embedding
+            for other in place.stages_on(place.rank_of[stage])
+            if other // place.chain == stage // place.chain
+        ]
+        return self.vocab_weights * any(own)
+
     def _state_on(self, stages: Sequence[int]) -> float:
         """Return the bytes that one rank keeps of these stages between steps."""
         chain = self.schedule.placement.chain
@@ -234,12 +254,8 @@ class Plan:
         dense = each * (work.parameters - work.experts)
         yield dense + of_expert * work.experts * self.tp / self.expert_ranks
 
-        repeats = span.share is not None
-        if shares == 1:
-            repeats = span.loss and embeds
-        if self.tied and repeats:
-            # The work counts embedding and head. They are one weight, with a gradient for each use.
-            yield -((each - self.whole.gradient) * words / shares)
+        # Tied weights are one, with a gradient for each use.
+        yield -((each - self.whole.gradient) * self.repeated(stage))
         if span.share is not None:
             # Rows of a shared vocabulary are never sharded.
             more = sum(self.whole) - sum(self.stored)

@@ -224,8 +224,10 @@ def _parameters(plan: Plan) -> list[tuple[float, float]]:
     place = plan.schedule.placement
     found = []
     for rank in range(place.num_ranks):
-        works = [plan.works[stage] for stage in place.stages_on(rank) if stage < place.chain]
+        stages = [stage for stage in place.stages_on(rank) if stage < place.chain]
+        works = [plan.works[stage] for stage in stages]
         dense = sum(work.parameters - work.experts for work in works) / plan.tp
+        dense -= sum(map(plan.repeated, stages)) / plan.tp
         found.append((dense, sum(work.experts for work in works) / plan.expert_ranks))
     return found
 

@@ -137,3 +137,23 @@ def test_a_page_names_the_one_change_that_shortens_its_step_most(capsys):
         steps.append(json.loads(capsys.readouterr().out)["step"]["predicted"]["seconds"])
     assert float(seconds) == pytest.approx(steps[1], rel=1e-3)
     assert float(gain) == pytest.approx(100 * (steps[1] / steps[0] - 1), abs=0.1)
+
+
+def test_no_change_is_named_for_which_a_device_or_a_host_has_no_room(capsys):
+    """A page proposed --use-distributed-optimizer, whose saves the same page's host had no room for."""
+    flags = "--pipeline-model-parallel-size 1 --world-size 16 --bf16 --global-batch-size 16 --hidden-size 512"
+    line = [*MODEL.split(), *flags.split()]
+    change = "--use-distributed-optimizer"
+    plain, changed = (told(one, capsys) for one in (line, [*line, change]))
+    assert changed["host_bytes"]["save"] > plain["host_bytes"]["save"]
+    middle = 8 * (changed["host_bytes"]["save"] + plain["host_bytes"]["save"]) / 2 / 2**30
+    for host, named in ((2048, True), (middle, False)):
+        command("plan")([*line, "--memory-gib", "80", "--host-memory-gib", str(host)])
+        said = capsys.readouterr().out
+        assert "GiB to save: fits" in said
+        assert (f"one change alone: {change}" in said) == named
+
+
+def told(line: list[str], capsys) -> dict:
+    command("plan")([*line, "--json", "-"])
+    return json.loads(capsys.readouterr().out)

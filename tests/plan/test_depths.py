@@ -80,3 +80,15 @@ def test_saved_costs_of_a_plan_with_depths_are_those_of_a_run(tmp_path, schedule
     timed = planned(f"--pipeline-schedule {schedule} --pipeline-costs {tmp_path / 'costs.json'}")
     assert timed.costs == slow
     assert timed.timeline.makespan > counted.timeline.makespan
+
+
+@pytest.mark.parametrize("full", ["", "--recompute-granularity full --recompute-method uniform --seq-length 64"])
+def test_a_depth_without_a_head_needs_nothing_of_a_head_while_it_runs(full):
+    """With a vocabulary over ranks it had the head's gradient of logits too."""
+    flags = f"--mtp-num-layers 1 --pipeline-schedule 1f1b {full}"
+    alone = planned(f"{flags} --vocab-parallel-pipeline").costs.mem_p
+    whole = planned(flags)
+    *main, last, depth = whole.costs.mem_p
+    assert alone == (main[0],) * 5
+    # A head frees the logits that it holds before the layers below it run backward.
+    assert last == depth == max(whole.pieces.head.passing, main[0] - whole.pieces.head.held)

@@ -54,6 +54,13 @@ def test_the_host_has_the_microbatches_in_flight():
     assert host_bytes(plan()) == 0
 
 
+def test_the_host_has_slices_and_not_their_microbatches():
+    whole = plan(ON, "--offload-time", "0.0001")
+    made = plan(ON, "--offload-time", "0.0001", "--pipeline-slices", "2")
+    # 1F1B of two slices has five of them in flight on the first of four ranks, nearly halves.
+    assert host_bytes(made) == pytest.approx(5 / 2 * whole.costs.mem_o[0], rel=0.03)
+
+
 def test_a_fraction_of_the_bytes_stays():
     whole, half = (
         plan(ON, "--offload-time", "0.1"),

@@ -35,7 +35,8 @@ def test_the_plan_tells_the_bytes_of_the_tensors_on_the_disk(tmp_path, capsys, s
     size, most = checkpoint_bytes(make_plan(config), config)
     shards = [path.read_bytes() for path in tmp_path.glob("iter_*/*.safetensors")]
     assert sum(len(shard) - 8 - struct.unpack("<Q", shard[:8])[0] for shard in shards) == size
-    assert most >= 2 * size
+    # A tied weight is written once, and its rank has it once.
+    assert most == 2 * size
     assert checkpoint_line(make_plan(config), config) in capsys.readouterr().out
 
 
@@ -63,9 +64,11 @@ def test_replicas_divide_the_writing_and_zero_1_gathers_the_state_whole():
     assert checkpoint_line(make_plan(two), two) == ""
 
 
-def test_a_run_with_shards_of_weights_starts_with_all_of_them_and_the_plan_counts_that():
+# Buffers round small tensors up, such as the biases of gpt2. Its head is its embedding, once.
+@pytest.mark.parametrize(("style", "off"), [("llama", 0.01), ("gpt2", 0.02)])
+def test_a_run_with_shards_of_weights_starts_with_all_of_them_and_the_plan_counts_that(style, off):
     """A search put 87 GiB of weights on devices of 80."""
-    config = planned("llama", dp=2, bf16=True)
+    config = planned(style, dp=2, bf16=True)
     sharded = replace(config, parallel=replace(config.parallel, use_megatron_fsdp=True))
 
     def gathered(mesh):
@@ -76,7 +79,8 @@ def test_a_run_with_shards_of_weights_starts_with_all_of_them_and_the_plan_count
 
     plan = make_plan(sharded)
     more = gathered_bytes(plan, sharded) - max(plan.state_bytes)
-    assert more == pytest.approx(run_threads(gathered, dp=2)[0], rel=0.01)
-    assert more == 2 * sum(work.parameters for work in plan.works)
+    assert more == pytest.approx(run_threads(gathered, dp=2)[0], rel=off)
+    once = sum(work.parameters for work in plan.works) - plan.tied * plan.vocab_weights
+    assert more == 2 * once
     plain = make_plan(config)
     assert gathered_bytes(plain, config) == max(plain.state_bytes)

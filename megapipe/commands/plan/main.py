@@ -32,7 +32,7 @@ from megapipe.commands.plan.search.report import (
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.search.telling import Telling
-from megapipe.commands.plan.verdict import MemoryFlags, host_of
+from megapipe.commands.plan.verdict import Machine, MemoryFlags, at_other_times
 from megapipe.config import CheckConfig, Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.files import file_problems, write_complete
@@ -143,6 +143,7 @@ def main(argv: Sequence[str]) -> None:
     # A user who wants another layout pastes this flag and changes it.
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
     verdict = ""
+    machine = None
     if flags.memory_gib is not None:
         machine = flags.machine(device, config.world_size)
         verdict = f"a device has {machine}\n{machine.fits(plan, config)}"
@@ -154,7 +155,7 @@ def main(argv: Sequence[str]) -> None:
         *own_lines(plan),
         page(plan, config, device),
         verdict,
-        *one_change_of(plan, config, device),
+        *one_change_of(plan, config, device, machine),
         *unknown,
         layout,
     ]
@@ -262,6 +263,7 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
         },
         "plan": digest(plan, config),
         "peak_bytes": list(plan.peak_bytes),
+        **at_other_times(plan, config),
         "stages": stages,
     }
 
@@ -330,7 +332,7 @@ def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[d
     machine = flags.machine(device, devices)
     jobs = flags.search_jobs or os.cpu_count() or 1
     # The user's own plan is the first that is known, after seconds.
-    yours = _yours(own, devices, size, device, machine.limit)
+    yours = _yours(own, devices, size, device, machine)
     telling = Telling()
     if yours.plan is not None:
         telling.first(f"yours: {in_short(seconds_of(yours.plan, device))}")
@@ -344,7 +346,7 @@ def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[d
             "step_s": x.step,
             "peak_bytes": x.peak,
             "schedule": x.schedule,
-            "host_bytes": dict(zip(("save", "copies"), host_of(x.plan, x.config), strict=True)),
+            **at_other_times(x.plan, x.config),
             "parts_s": x.parts,
             "flags": flags_of(x.config),
             "leave_out": _left_out(argv, x.config),
@@ -366,7 +368,7 @@ def _left_out(argv: Sequence[str], config: Config) -> list[str]:
     return left_out(given, config)
 
 
-def _yours(own: Config, devices: int, vocab: int, device: Device, memory: float) -> Yours:
+def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machine) -> Yours:
     """Return the plan of the user's own flags, for comparison.
 
     The result is empty, `Yours()`, if no flag gives a layout such as
@@ -375,7 +377,7 @@ def _yours(own: Config, devices: int, vocab: int, device: Device, memory: float)
     Args:
         devices: the number of processes.
         vocab: the size of the tokenizer.
-        memory: bytes of a device.
+        machine: the memory of a device and of a host.
     """
     if own.parallel == ParallelConfig() and own.batch.micro_batch_size is None:
         return Yours()
@@ -386,7 +388,7 @@ def _yours(own: Config, devices: int, vocab: int, device: Device, memory: float)
             raise ConfigError(problems)
         config = with_vocabulary(config.with_batch(config.global_batch_size), vocab)
         mine = of_run(config, device)
-        return Yours(mine, changes=tuple(one_change(mine, device, memory)))
+        return Yours(mine, changes=tuple(one_change(mine, device, machine)))
     except (ConfigError, ScheduleError) as error:
         return Yours(refused=" ".join(str(error).split()))
 

@@ -11,6 +11,7 @@ from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.cells import short
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import BUCKET
+from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.config.notes import flag
 from megapipe.errors import ConfigError, ScheduleError
@@ -29,7 +30,7 @@ _PASSES = 4096
 """The largest number of forwards of a table: larger ones take seconds for each change."""
 
 
-def one_change(mine: Timed, device: Device, memory: float) -> list[str]:
+def one_change(mine: Timed, device: Device, machine: Machine) -> list[str]:
     """Return lines on the changes of one flag that shorten a step most: at most three.
 
     A bucket size brings the flag that it needs. A run has to accept the change, and a step has to
@@ -37,7 +38,8 @@ def one_change(mine: Timed, device: Device, memory: float) -> list[str]:
 
     Args:
         mine: the plan that is changed.
-        memory: bytes of a device; a plan that needs more is left out, unless `mine` needs as much.
+        machine: the memory of a device and of a host. A plan that needs more of either is left out,
+            unless `mine` needs as much.
     """
     config = mine.config
     par = config.parallel
@@ -49,13 +51,14 @@ def one_change(mine: Timed, device: Device, memory: float) -> list[str]:
         or (entry is not None and entry.searched)
     ):
         return []
+    room = machine.with_room_for(mine.plan, config)
     found = []
     for fields in _changes(config):
         changed = config.with_fields(**fields)
         with suppress(ConfigError, ScheduleError):
             if not flag_problems(short(changed, 1)):
                 other = of_run(changed, device)
-                if other.peak <= max(memory, mine.peak):
+                if other.peak <= room.limit and not room.refuses(other.plan, changed):
                     text = " ".join(
                         flag(n) if x is True else f"{flag(n)} {x}" for n, x in fields.items()
                     )
@@ -68,15 +71,21 @@ def one_change(mine: Timed, device: Device, memory: float) -> list[str]:
     return lines
 
 
-def one_change_of(plan: Plan, config: Config, device: Device) -> list[str]:
-    """Return the lines of `one_change` for a plan, for changes that need little more memory.
+def one_change_of(
+    plan: Plan, config: Config, device: Device, machine: Machine | None
+) -> list[str]:
+    """Return the lines of `one_change` for a plan.
 
     The list is empty if --pipeline-costs gave the times, which are no seconds.
+
+    Args:
+        machine: the memory of a device and of a host; None if unknown: changes may then need little
+            more than the plan.
     """
     if plan.given is not None:
         return []
     mine = replace(timed(plan, config, device), peak=max(plan.peak_bytes))
-    return one_change(mine, device, _MORE * mine.peak)
+    return one_change(mine, device, machine or Machine(_MORE * mine.peak))
 
 
 def _changes(config: Config) -> Iterator[dict[str, Any]]:

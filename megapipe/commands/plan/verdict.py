@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from megapipe.config import Config
 from megapipe.plan import GIB, Plan
@@ -37,7 +38,8 @@ NO_HOST = "without room on the host to save a checkpoint"
 class Machine:
     """The memory of a device and of its node's host.
 
-    `refuses` judges a plan, and `fits` does so in words.
+    `refuses` judges a plan, and `fits` does so in words. `with_room_for` returns a machine on which
+    a given plan fits.
 
     Attributes:
         device: bytes of a device.
@@ -68,6 +70,12 @@ class Machine:
             return TOO_WHOLE
         return NO_HOST * (self.ranks * sum(host_of(plan, config)) > self.host)
 
+    def with_room_for(self, plan: Plan, config: Config) -> Machine:
+        """Return this machine, or a larger one on which this plan fits. Nothing is reserved."""
+        device = max(self.limit, *plan.peak_bytes, gathered_bytes(plan, config))
+        host = max(self.host, self.ranks * sum(host_of(plan, config)))
+        return Machine(device, host=host, ranks=self.ranks)
+
     def fits(self, plan: Plan, config: Config) -> str:
         """Return, in words, what a plan needs on a device and on a host, and whether it fits."""
         return f"{self._on_device(plan, config)}; {self._on_host(plan, config)}"
@@ -77,7 +85,7 @@ class Machine:
         text = f"peak {peak / GIB:.3g} GiB"
         # All weights are there when no activations are.
         gathered = gathered_bytes(plan, config)
-        if gathered > max(peak, self.limit):
+        if gathered > peak:
             peak = gathered
             text += f", {peak / GIB:.3g} to start and to save"
         spare = (self.limit - peak) / GIB
@@ -89,7 +97,8 @@ class Machine:
 
     def _on_host(self, plan: Plan, config: Config) -> str:
         saving, copied = (self.ranks * size / GIB for size in host_of(plan, config))
-        text = f"on a host {self.ranks} ranks need {saving:,.4g} GiB to save"
+        ranks = "1 rank needs" if self.ranks == 1 else f"{self.ranks} ranks need"
+        text = f"on a host {ranks} {saving:,.4g} GiB to save"
         if copied:
             text += f", {copied:,.4g} for copied activations"
         more = saving + copied - self.host / GIB
@@ -140,3 +149,15 @@ def host_of(plan: Plan, config: Config) -> tuple[float, float]:
     """Return the bytes of host memory of a rank: (to save a checkpoint, for copied activations)."""
     _, saving = checkpoint_bytes(plan, config)
     return saving, host_bytes(plan)
+
+
+def at_other_times(plan: Plan, config: Config) -> dict[str, Any]:
+    """Return, for JSON, the bytes that a rank needs in addition to its peak in a step.
+
+    "start_bytes" are of a device, to start and to save. "host_bytes" are of the host.
+    """
+    save, copies = host_of(plan, config)
+    return {
+        "start_bytes": gathered_bytes(plan, config),
+        "host_bytes": {"save": save, "copies": copies},
+    }

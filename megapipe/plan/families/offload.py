@@ -144,17 +144,22 @@ def host_bytes(plan: Plan) -> float:
     if Kind.O not in table.kinds:
         return 0.0
     costs = plan.costs
-    copied = costs.by_stage("mem_o", table.placement)
+    # A copy is of a slice where microbatches are cut.
+    copied = {
+        part: costs.of_slice(table.cuts, part).by_stage("mem_o", table.placement)
+        for part in (*table.parts, None)
+    }
     clock = run_clock(table, costs)
     most = 0.0
     for row, starts, ends in zip(table.ranks, clock.start, clock.end, strict=True):
         moments = []
         for step, start, end in zip(row, starts, ends, strict=True):
             for item in step:
+                part = None if item.slice is None else table.part(item)
                 if item.kind is Kind.O:
-                    moments.append((start, copied[item.stage]))
+                    moments.append((start, copied[part][item.stage]))
                 elif item.kind is Kind.L:
-                    moments.append((end, -copied[item.stage]))
+                    moments.append((end, -copied[part][item.stage]))
         there = 0.0
         # Of one moment the copies that end come first.
         for _, size in sorted(moments):
