@@ -424,7 +424,7 @@ def test_one_plan_says_whether_it_fits_a_device_of_memory_gib(capsys):
         (0.8 * peak, f"does not fit, {0.2 * peak:.3g} more than a device has"),
     ):
         main([*line, "--memory-gib", str(size)])
-        assert f"peak {peak:.3g} GiB: {says}; on a host 1 ranks need " in capsys.readouterr().out
+        assert f"peak {peak:.3g} GiB: {says}; on a host 1 rank needs " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["H100", "h100"])

@@ -71,9 +71,7 @@ def one_change(mine: Timed, device: Device, machine: Machine) -> list[str]:
     return lines
 
 
-def one_change_of(
-    plan: Plan, config: Config, device: Device, machine: Machine | None
-) -> list[str]:
+def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine | None) -> list[str]:
     """Return the lines of `one_change` for a plan.
 
     The list is empty if --pipeline-costs gave the times, which are no seconds.
