@@ -13,8 +13,8 @@ from tiny import STYLES
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import CheckpointConfig, Config
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.models.provider import gpt_provider
 from megapipe.flags.parse import parse
+from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import GIB, make_plan
 from megapipe.plan.table import checkpoint_bytes, checkpoint_line, gathered_bytes
@@ -87,12 +87,13 @@ def test_a_run_with_shards_of_weights_starts_with_all_of_them_and_the_plan_count
 
 
 def test_what_a_start_needs_is_not_said_to_be_spare():
-    """A page said what a step leaves. The start of weights in shards leaves less: it has all stages of a rank at once."""
+    """A page said what a step leaves. A start with weights in shards leaves less: it has all stages of a rank."""
     flags = (
         "--num-layers 16 --hidden-size 256 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-        "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
-        "--vocab-size 99 --padded-vocab-size 128 --use-megatron-fsdp --pipeline-model-parallel-size 2 --bf16 "
-        "--num-virtual-stages-per-pipeline-rank 8 --pipeline-schedule breadth-first --memory-limit-gib 0.024"
+        "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 99 --padded-vocab-size 128 --use-megatron-fsdp --bf16 "
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 8 --pipeline-schedule breadth-first "
+        "--memory-limit-gib 0.024"
     )
     config = replace(parse(Config, flags.split()), world_size=16)
     plan = make_plan(config)
