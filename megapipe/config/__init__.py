@@ -96,7 +96,9 @@ class Config:
         """Return whether one rank is missing, and its peers run its passes (--elastic)."""
         ranks = self.parallel.ranks_of_a_replica
         is_one_short = self.world_size > ranks > 1 and (self.world_size + 1) % ranks == 0
-        return self.checkpoint.elastic and is_one_short
+        flags = self.checkpoint
+        # Without states in memory --elastic is without effect.
+        return flags.elastic and flags.non_persistent_ckpt_type == "local" and is_one_short
 
     @property
     def can_reroute(self) -> bool:

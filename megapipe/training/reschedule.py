@@ -34,8 +34,12 @@ _WORTH = 0.01
 
 
 def with_rescheduling(hooks: Hooks, config: Config, plan: Plan) -> Hooks:
-    """Return the hooks, with a callback for --reschedule-after if that flag is given."""
-    if config.parallel.reschedule_after is None:
+    """Return the hooks, with a callback for --reschedule-after if that flag is given.
+
+    A run that lacks a rank keeps its table, and is measured when the rank is back.
+    """
+    # A rerouted step has no times of a whole replica's table.
+    if config.parallel.reschedule_after is None or config.lacks_a_rank:
         return hooks
     return replace(hooks, callbacks=(*hooks.callbacks, Rescheduling(config, plan)))
 

@@ -3,7 +3,8 @@
 The steps run as one pipeline of all ranks, in which each microbatch has stages of its own, see
 `schedule/core/reroute.py`. With two replicas, losses and weights are a whole run's to the bit: the
 gradients of the lost rank's microbatches are summed separately, and added where data parallelism
-would add them. With more replicas these sums have another order.
+would add them. With more replicas these sums have another order. --grad-reduce-in-bf16 rounds both
+sums in a whole run, where they are sent, but not here: its numbers differ with two replicas, too.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
         f"--elastic: rank {len(table.ranks) - 1} of replica {replicas - 1} is missing. Its peers "
         f"run its passes, and a step takes {factor:.2f} times as long by the schedule's clock"
     )
+    if run.config.parallel.reschedule_after is not None:
+        run.say("--reschedule-after: not before all ranks are back, as rerouted steps are not timed")
     return replace(run, stages=stages)
 
 
