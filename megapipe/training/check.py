@@ -249,11 +249,13 @@ def _layout(config: Config) -> str:
     context = ""
     if par.context_parallel_size > 1:
         context = f"{par.context_parallel_size} context x "
-    short = " less one rank" if config.lacks_a_rank else ""
+    replicas = f"{config.data_parallel_size} data parallel"
+    if config.lacks_a_rank:
+        replicas += " less one rank"
     return (
         f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x {context}"
-        f"{par.pipeline_model_parallel_size} pipeline x {config.data_parallel_size} data parallel"
-        f"{short}; a batch of {config.global_batch_size} = {config.num_microbatches} microbatches of "
+        f"{par.pipeline_model_parallel_size} pipeline x {replicas}; "
+        f"a batch of {config.global_batch_size} = {config.num_microbatches} microbatches of "
         f"{config.batch.micro_batch_size} each"
     )
 

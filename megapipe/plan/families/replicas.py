@@ -60,9 +60,12 @@ class Replicas(OfPlan):
             f"in memory after every {every} step(s), twice: up to {round(most):,} bytes of a rank"
         )
         if config.equal_states > 1:
+            states = f"{config.equal_states} equal states"
+            if config.lacks_a_rank:
+                states += f" ({config.equal_states - 1} of the missing rank's stages)"
             return (
-                f"{text}. Nothing is sent: data parallelism keeps {config.equal_states} equal "
-                "states, and a run goes on in memory while one of each is left"
+                f"{text}. Nothing is sent: data parallelism keeps {states}, and a run goes on in "
+                "memory while one of each is left"
             )
         if not flags.replication:
             return f"{text}, which is lost with its machine"

@@ -70,7 +70,9 @@ def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
         f"run its passes, and a step takes {factor:.2f} times as long by the schedule's clock"
     )
     if run.config.parallel.reschedule_after is not None:
-        run.say("--reschedule-after: not before all ranks are back, as rerouted steps are not timed")
+        run.say(
+            "--reschedule-after: not before all ranks are back, as rerouted steps are not timed"
+        )
     return replace(run, stages=stages)
 
 

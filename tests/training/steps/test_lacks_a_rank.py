@@ -42,7 +42,8 @@ def test_elastic_without_states_in_memory_is_without_effect():
 )
 def test_passes_that_peers_cannot_run_are_refused_with_what_to_start(flags):
     (problem,) = [x for x in flag_problems(run(f"{IN_MEMORY} {flags}")) if "one rank is missing" in x]
-    assert problem.startswith("--elastic") and problem.endswith("Start all ranks, or a replica less.")
+    assert problem.startswith("--elastic")
+    assert problem.endswith("Start all ranks, or a replica less.")
     assert not [x for x in flag_problems(run(f"{IN_MEMORY} {flags}", ranks=4)) if "missing" in x]
 
 
@@ -57,3 +58,4 @@ def test_check_says_that_a_rank_is_missing():
     config = run(IN_MEMORY)
     text = report(replace(config, check=replace(config.check, check=True, world_size=3)))
     assert "3 processes = 1 tensor x 2 pipeline x 2 data parallel less one rank; a batch of 12" in text
+    assert "data parallelism keeps 2 equal states (1 of the missing rank's stages), and a run goes on" in text
