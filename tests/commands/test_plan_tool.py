@@ -113,6 +113,37 @@ def test_a_machine_reads_what_the_table_says(tmp_path, capsys):
     assert [stage["layers"] for stage in told["stages"]] == [[0, 1], [2, 3], [4, 5]]
 
 
+DENSE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096"
+DENSE += " --mock-data --lr 1 --train-iters 9 --tokenizer-type NullTokenizer --vocab-size 32000 --bf16 --rates h100"
+DENSE += " --micro-batch-size 1 --global-batch-size 64 --world-size 8 --memory-gib 80"
+
+
+def changes(capsys, flags):
+    """[(flags, seconds, peak in GiB)] of the page's changes, and the page."""
+    command("plan")([*DENSE.split(), *flags.split()])
+    said = capsys.readouterr().out
+    found = re.findall(r"^one change alone.*?: (--.*): (\S+) s, \S+%, peak (\S+) GiB$", said, re.MULTILINE)
+    return [(name, float(seconds), float(peak)) for name, seconds, peak in found], said
+
+
+def test_a_page_names_a_schedule_that_shortens_the_step(capsys):
+    """1F1B's bubble at p 4 and m 32 is 3/35 of a step; most of it goes with a split backward."""
+    own = "--pipeline-model-parallel-size 4 --use-distributed-optimizer"
+    found, _ = changes(capsys, own)
+    flags, seconds, _ = next(x for x in found if x[0].startswith("--pipeline-schedule"))
+    _, said = changes(capsys, f"{own} {flags}")
+    assert f"{seconds:.4g} s" in said
+
+
+def test_a_plan_that_does_not_fit_is_given_the_changes_that_make_it_fit(capsys):
+    """18 bytes for each of 6.7e9 parameters are 113 GiB; with ZeRO-1 over 8 ranks 12 of them are an eighth."""
+    found, said = changes(capsys, "")
+    assert "does not fit" in said
+    assert [flags for flags, _, _ in found] == ["--use-distributed-optimizer"]
+    assert "one change alone makes it fit: --use-distributed-optimizer" in said
+    assert found[0][2] < 72
+
+
 def test_a_page_names_the_one_change_that_shortens_its_step_most(capsys):
     """Experts were split over tensor parallelism by default, across nodes, and no page said so."""
     flags = (

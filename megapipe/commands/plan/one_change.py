@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megapipe.checks.run import flag_problems
-from megapipe.commands.plan.search.cells import short
+from megapipe.commands.plan.search.cells import schedules_of, short
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import BUCKET
 from megapipe.commands.plan.verdict import Machine
@@ -18,6 +18,7 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import GIB, Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.step import Timed, timed
+from megapipe.plan.table import gathered_bytes
 from megapipe.schedule import SCHEDULES
 
 _MOST = 3
@@ -33,13 +34,14 @@ _PASSES = 4096
 def one_change(mine: Timed, device: Device, machine: Machine) -> list[str]:
     """Return lines on the changes of one flag that shorten a step most: at most three.
 
-    A bucket size brings the flag that it needs. A run has to accept the change, and a step has to
-    be 1% shorter. The list is empty for tables that take long to make.
+    Of each flag the best value counts, and a bucket size brings the flag that it needs. A run has
+    to accept the change, and a step has to be 1% shorter. If the plan does not fit the machine, the
+    lines name changes that make it fit instead, however long the step. The list is empty for tables
+    that take long to make.
 
     Args:
         mine: the plan that is changed.
-        machine: the memory of a device and of a host. A plan that needs more of either is left out,
-            unless `mine` needs as much.
+        machine: the memory of a device and of a host. A changed plan that needs more is left out.
     """
     config = mine.config
     par = config.parallel
@@ -51,23 +53,27 @@ def one_change(mine: Timed, device: Device, machine: Machine) -> list[str]:
         or (entry is not None and entry.searched)
     ):
         return []
-    room = machine.with_room_for(mine.plan, config)
-    found = []
+    # The best change of each flag: {name: (seconds, text, bytes)}.
+    found: dict[str, tuple[float, str, float]] = {}
     for fields in _changes(config):
         changed = config.with_fields(**fields)
         with suppress(ConfigError, ScheduleError):
             if not flag_problems(short(changed, 1)):
                 other = of_run(changed, device)
-                if other.peak <= room.limit and not room.refuses(other.plan, changed):
+                if other.peak <= machine.limit and not machine.refuses(other.plan, changed):
                     text = " ".join(
                         flag(n) if x is True else f"{flag(n)} {x}" for n, x in fields.items()
                     )
-                    found.append((other.step, f"{text}: {other.step:.4g} s", other.peak))
+                    change = (other.step, f"{text}: {other.step:.4g} s", other.peak)
+                    first = next(iter(fields))
+                    found[first] = min(change, found.get(first, change))
+    fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, config)
     lines = []
-    for step, text, peak in sorted(found)[:_MOST]:
-        if step <= (1 - _LEAST_GAIN) * mine.step:
+    for step, text, peak in sorted(found.values())[:_MOST]:
+        if not fits or step <= (1 - _LEAST_GAIN) * mine.step:
             gain = f"{step / mine.step - 1:.1%}, peak {peak / GIB:.3g} GiB"
-            lines.append(f"one change alone: {text}, {gain}")
+            does = "" if fits else " makes it fit"
+            lines.append(f"one change alone{does}: {text}, {gain}")
     return lines
 
 
@@ -83,13 +89,22 @@ def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine |
     if plan.given is not None:
         return []
     mine = replace(timed(plan, config, device), peak=max(plan.peak_bytes))
-    return one_change(mine, device, machine or Machine(_MORE * mine.peak))
+    if machine is None:
+        machine = Machine(_MORE * max(mine.peak, gathered_bytes(plan, config)))
+    return one_change(mine, device, machine)
 
 
 def _changes(config: Config) -> Iterator[dict[str, Any]]:
     """Yield each change to try, as {field: its new value}."""
     par = config.parallel
     model = config.model
+    if par.pipeline_model_parallel_size > 1 and not par.use_megatron_fsdp:
+        # Schedules with any number of chunks need a second flag.
+        for name, chunks in schedules_of(config):
+            if chunks is None and name != par.pipeline_schedule:
+                yield {"pipeline_schedule": name}
+    if model.recompute_granularity is None:
+        yield {"recompute_granularity": "selective"}
     if model.has_experts:
         ep = par.expert_model_parallel_size
         # By default experts are split like other layers, often across nodes.

@@ -38,8 +38,7 @@ NO_HOST = "without room on the host to save a checkpoint"
 class Machine:
     """The memory of a device and of its node's host.
 
-    `refuses` judges a plan, and `fits` does so in words. `with_room_for` returns a machine on which
-    a given plan fits.
+    `refuses` judges a plan, and `fits` does so in words.
 
     Attributes:
         device: bytes of a device.
@@ -69,12 +68,6 @@ class Machine:
         if gathered_bytes(plan, config) > self.limit:
             return TOO_WHOLE
         return NO_HOST * (self.ranks * sum(host_of(plan, config)) > self.host)
-
-    def with_room_for(self, plan: Plan, config: Config) -> Machine:
-        """Return this machine, or a larger one on which this plan fits. Nothing is reserved."""
-        device = max(self.limit, *plan.peak_bytes, gathered_bytes(plan, config))
-        host = max(self.host, self.ranks * sum(host_of(plan, config)))
-        return Machine(device, host=host, ranks=self.ranks)
 
     def fits(self, plan: Plan, config: Config) -> str:
         """Return, in words, what a plan needs on a device and on a host, and whether it fits."""

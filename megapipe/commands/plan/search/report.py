@@ -56,10 +56,12 @@ LeftOut = Callable[[Config], list[str]]
 
 
 ERROR = (
-    "how sure: predicted seconds are off by 12% on average, 43% at most (29 published runs). "
-    f"Ratios of two layouts of one model are off by less than {ALIKE:.0%} in 30 of 32 published "
-    "pairs, so closer plans are called equal. In the other two messages of experts between nodes "
-    "took less than predicted."
+    "how sure: predicted seconds are off by 12% on average, 43% at most (29 published runs). For "
+    "layouts of one model that differ in schedule, recomputation or expert tensor parallelism, "
+    f"ratios are off by less than {ALIKE:.0%} (30 published pairs), so closer plans are called "
+    "equal. Between other layouts little is known: in the two published pairs, of experts, "
+    "messages between nodes took less than predicted, and ratios were off by 41% and 103%. "
+    "Messages of --tp-comm-overlap are assumed to hide as far as products are longer."
 )
 """The errors of predictions, measured by tools/bench/published."""
 
