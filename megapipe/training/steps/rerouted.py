@@ -40,6 +40,18 @@ def parallel_of_ranks(config: Config) -> ParallelConfig:
     return replace(config.parallel, pipeline_model_parallel_size=config.world_size)
 
 
+def refuse_twins(table: Schedule) -> None:
+    """Raise ConfigError for a table with each stage on two ranks of a pipeline, as DualPipe's.
+
+    Such stages cannot be built without a rank, so this is called before ranks form groups.
+    """
+    if table.placement.num_chains > 1:
+        raise ConfigError(
+            f"--elastic: a rank is missing, and the passes of {table.name} cannot be rerouted, as "
+            "each of its stages is on two ranks already. Start all ranks."
+        )
+
+
 def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
     """Return a run whose steps also run the passes of the missing rank, and say what a step costs.
 
@@ -50,11 +62,6 @@ def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
     Raises: ConfigError if the table of the run cannot be rerouted.
     """
     table = run.plan.schedule
-    if table.placement.num_chains > 1:
-        raise ConfigError(
-            f"--elastic: a rank is missing, and the passes of {table.name} cannot be rerouted, as "
-            "each of its stages is on two ranks already. Start all ranks."
-        )
     try:
         stages = Rerouted(run, forward_step, eod)
     except ScheduleError as error:

@@ -7,10 +7,13 @@ import pytest
 from megapipe.checkpoint.memory.cliques import equal_sets
 from megapipe.checks.run import flag_problems
 from megapipe.config import Config
+from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
+from megapipe.schedule import build
 from megapipe.training.check import report
 from megapipe.training.hooks import NONE
 from megapipe.training.reschedule import with_rescheduling
+from megapipe.training.steps.rerouted import refuse_twins
 
 RUN = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --lr 1e-3 "
@@ -59,3 +62,10 @@ def test_check_says_that_a_rank_is_missing():
     text = report(replace(config, check=replace(config.check, check=True, world_size=3)))
     assert "3 processes = 1 tensor x 2 pipeline x 2 data parallel less one rank; a batch of 12" in text
     assert "data parallelism keeps 2 equal states (1 of the missing rank's stages), and a run goes on" in text
+
+
+def test_stages_on_two_ranks_are_refused_before_they_are_built():
+    """Building them without a rank ended in "tuple.index(x): x not in tuple"."""
+    with pytest.raises(ConfigError, match="dualpipe cannot be rerouted, as each of its stages is on two ranks"):
+        refuse_twins(build("dualpipe", 2, 6))
+    refuse_twins(build("zb-v", 2, 6))
