@@ -384,7 +384,7 @@ def test_plans_whose_save_has_no_room_on_a_host_are_left_out_and_the_page_says_w
     best, said = run_search(f"{line} --host-memory-gib {limit / GIB}", capsys, tmp_path)
     assert best
     assert all(4 * sum(x["host_bytes"].values()) <= limit for x in best)
-    assert "without room on the host to save a checkpoint" in said.out
+    assert "without room on the host for a save and copied activations" in said.out
     assert "--no-save-optim saves weights alone" in said.out
     # The user's own plan stays on the page, with what it lacks.
     _, own = said.out.split("\nyours: ")

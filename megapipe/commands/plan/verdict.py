@@ -30,8 +30,11 @@ HOST = (
     "save it, so more tensor, pipeline or expert ranks need less. --no-save-optim saves weights "
     "alone. --host-memory-gib is 2,048 by default, as in a DGX H100."
 )
-TOO_WHOLE = "without room for all weights of a rank, which it gathers to start and to save"
-NO_HOST = "without room on the host to save a checkpoint"
+TOO_WHOLE = (
+    "without room for all weights of a rank, which it gathers to start and to save (more tensor or "
+    "pipeline ranks need less)"
+)
+NO_HOST = "without room on the host for a save and copied activations"
 
 
 @dataclass(frozen=True)
