@@ -5,7 +5,7 @@ The steps run as one pipeline of all ranks, in which each microbatch has stages 
 gradients of the lost rank's microbatches are summed separately, and added where data parallelism
 would add them. With more replicas these sums have another order. --grad-reduce-in-bf16 rounds both
 sums in a whole run, where they are sent, but not here: its numbers differ with two replicas, too.
-So do those of --fp16, whose gradients are those of a loss scale divided by the replicas.
+--fp16 gives other numbers, too: gradients have the loss scale divided by the number of replicas.
 """
 
 from __future__ import annotations
