@@ -5,7 +5,6 @@ The steps run as one pipeline of all ranks, in which each microbatch has stages 
 gradients of the lost rank's microbatches are summed separately, and added where data parallelism
 would add them. With more replicas these sums have another order. --grad-reduce-in-bf16 rounds both
 sums in a whole run, where they are sent, but not here: its numbers differ with two replicas, too.
---fp16 gives other numbers, too: gradients have the loss scale divided by the number of replicas.
 """
 
 from __future__ import annotations
@@ -169,8 +168,17 @@ class Rerouted(Stages):
         if self.copy is not None and not evaluate:
             for chunk in range(len(self._of.modules)):
                 self.copy(chunk)()
+        # Losses are divided by the microbatches of all replicas. With a whole run's scale, fp16
+        # gradients have its size, and neither underflow nor overflow sooner.
+        factor = 1
+        if not self.config.batch.calculate_per_token_loss:
+            factor = self._of.config.data_parallel_size
         totals = super().run(
-            microbatches, consumed, evaluate=evaluate, loss_scale=loss_scale, iteration=iteration
+            microbatches,
+            consumed,
+            evaluate=evaluate,
+            loss_scale=lambda: loss_scale() * factor,
+            iteration=iteration,
         )
         if not evaluate:
             # The plan predicts a whole table, with which these times cannot be compared.
@@ -178,4 +186,8 @@ class Rerouted(Stages):
             for buffers, grads in self._grads:
                 buffers.grads.add_(grads)
                 grads.zero_()
+            if factor > 1:
+                for chunk in self._of.optimizer.chunks:
+                    for buffers in chunk:
+                        buffers.grads.div_(factor)
         return totals
