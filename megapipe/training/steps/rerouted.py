@@ -187,7 +187,7 @@ class Rerouted(Stages):
                 buffers.grads.add_(grads)
                 grads.zero_()
             if factor > 1:
-                for chunk in self._of.optimizer.chunks:
-                    for buffers in chunk:
+                for of_stage in self._of.optimizer.chunks:
+                    for buffers in of_stage:
                         buffers.grads.div_(factor)
         return totals

@@ -115,7 +115,8 @@ def test_ranks_that_are_killed_with_their_memory_come_back_from_their_buddies():
 
 
 def test_a_rank_that_stays_away_is_replaced_by_its_peers_to_the_bit():
-    program = [sys.executable, "-m", "tools.proofs.nodisk.elastic", "--layouts", "dp2pp2", "--schedule", "zb-h1"]
+    """In fp16, where losses of another scale make other gradients underflow."""
+    program = [sys.executable, "-m", "tools.proofs.nodisk.elastic", "--layouts", "dp2pp2fp16", "--schedule", "zb-h1"]
     done = subprocess.run([*program, "--steps", "6"], cwd=ROOT, capture_output=True, text=True, timeout=900)
     # SystemExit would name a loss, norm, weight or sample that differs.
     assert done.returncode == 0, done.stdout + done.stderr

@@ -62,6 +62,8 @@ LAYOUTS = {
     ),
     # One rank of a pipeline: its peers run its passes.
     "dp2pp2": Layout(4, 1, _PP2, near=0),
+    # Small gradients underflow, so a peer has to multiply losses as a whole run does.
+    "dp2pp2fp16": Layout(4, 1, f"{_PP2} --fp16 --initial-loss-scale 1024", near=0),
     "dp2pp4": Layout(8, 1, "--pipeline-model-parallel-size 4 --num-layers 8", near=0),
     "dp3pp2": Layout(6, 1, _PP2),
 }
