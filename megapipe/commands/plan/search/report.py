@@ -37,13 +37,13 @@ _MODEL = (
 )
 """Fields of the model that a search chooses."""
 YOURS = "yours"
-ALIKE = 0.05
+CLOSE = 0.05
 """Predictions cannot distinguish plans whose steps differ by less.
 
 Of 32 published pairs of layouts the ratio of the steps of 30 is predicted with a smaller error
 (tools/bench/published/pairs.py).
 """
-EQUAL = f"equal in time, within {ALIKE:.0%}: "
+EQUAL = f"equal in time, within {CLOSE:.0%}: "
 NOT_SEARCHED = (
     "not searched: no plan has --pipeline-slices unless they are given, --vocab-parallel-pipeline "
     "or --pipeline-model-parallel-layout auto; every "
@@ -58,7 +58,7 @@ LeftOut = Callable[[Config], list[str]]
 ERROR = (
     "how sure: predicted seconds are off by 12% on average, 43% at most (29 published runs). For "
     "layouts of one model that differ in schedule, recomputation or expert tensor parallelism, "
-    f"ratios are off by less than {ALIKE:.0%} (30 published pairs), so closer plans are called "
+    f"ratios are off by less than {CLOSE:.0%} (30 published pairs), so closer plans are called "
     "equal. Between other layouts little is known: in the two published pairs, of experts, "
     "messages between nodes took less than predicted, and ratios were off by 41% and 103%. "
     "Messages of --tp-comm-overlap are assumed to hide as far as products are longer."
@@ -165,7 +165,7 @@ def _slower(x: Timed, first: Timed) -> str:
     more = (x.parts[worst] - first.parts[worst]) / first.step
     slower = x.step / first.step - 1
     text = f"{slower:.1%} slower than the first, {worst} {more:+.1%} of its step"
-    return f"{EQUAL * (slower < ALIKE)}{text}"
+    return f"{EQUAL * (slower < CLOSE)}{text}"
 
 
 def _of_yours(yours: Yours, best: list[Timed], machine: Machine, device: Device) -> list[str]:
