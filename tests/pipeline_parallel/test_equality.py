@@ -5,6 +5,7 @@ Cases, their training and the comparison are those of the fuzzer (tools/proofs/e
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from itertools import cycle, product
@@ -201,6 +202,12 @@ def test_the_comparison_sees_a_single_lost_product(monkeypatch, settings):
     ranks = run_threads(lambda mesh: train(mesh, case), tp=case.tp, dp=case.dp, pp=2, timeout_s=60)
     found = differences(case, ranks)
     assert any("gradients of decoder.layers.0" in text for text in found)
+
+
+def test_a_step_of_fp16_that_overflows_on_ranks_alone_is_a_difference():
+    case = case_of("1f1b", 1, 1, steps=1, dtype="float16", tp=2)
+    own = alone(case.whole)
+    assert any("norms" in text for text in differences(case, [own._replace(norms=[math.inf])]))
 
 
 def test_a_printed_command_is_the_case():

@@ -288,6 +288,9 @@ def _numbers_agree(
     gradient each. Norms of one such case, in the third step of one process: 1.09 in float64, 1.24
     in bfloat16, 1.09 to 18.7 in bfloat16 moved so. Norms of another: 1.1127 in float64, 1.1134 in
     float32, 1.1108 to 1.1126 moved so.
+
+    In fp16 a step that overflows in one run alone is no difference where one process moved so does
+    both: of one case's 25 draws 7 overflow in the second step, and 18 have norms of 1.4 to 6.6.
     """
     a, b = (torch.tensor(getattr(x, kind), dtype=torch.float64) for x in (mine, whole))
     if case.same_bits or case.dtype == "float64" or _equal(case, a, b, rtol):
@@ -297,13 +300,19 @@ def _numbers_agree(
     )
     alike = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)
     off = torch.zeros_like(b)
+    finite, overflowed = torch.zeros_like(alike), torch.zeros_like(alike)
     for seed in range(1 + MOVES):
         moved = torch.tensor(
             getattr(alone(replace(case.whole, moved=seed)), kind), dtype=torch.float64
         )
-        off = torch.fmax(off, (moved - exact).abs())
+        finite |= moved.isfinite()
+        overflowed |= moved.isinf()
+        # A draw that overflows says nothing of how far finite ones lie apart.
+        off = torch.fmax(off, torch.where(moved.isfinite(), (moved - exact).abs(), 0.0))
         allowed = TOLERANCE[case.dtype] * b.abs() + TOLERANCE[case.dtype] / 100 + 2 * off
-        if (alike | (a.isfinite() & b.isfinite() & ((a - b).abs() <= allowed))).all():
+        near = a.isfinite() & b.isfinite() & ((a - b).abs() <= allowed)
+        either = (a.isinf() | b.isinf()) & finite & overflowed
+        if (alike | near | either).all():
             return True
     return False
 
