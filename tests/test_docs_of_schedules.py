@@ -17,7 +17,7 @@ from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.text import from_csv, from_json
 from megapipe.schedule.views.compare import Row, compare, measure
-from megapipe.schedule.views.sliced import in_slices
+from megapipe.schedule.views.features.sliced import in_slices
 from tools.docs import pictures
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,8 +29,8 @@ from megapipe.schedule.search.offloaded import searched
 from megapipe.schedule.shapes.pairs.searched import search_pairs
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
-from megapipe.schedule.views.moved import price_copies
-from megapipe.schedule.views.sliced import in_slices
+from megapipe.schedule.views.features.moved import price_copies
+from megapipe.schedule.views.features.sliced import in_slices
 
 FLAGS = {
     "cuts": "--slices",

@@ -11,9 +11,9 @@ from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.passes import Placement
 from megapipe.schedule.recipe import Built, Recipe
 from megapipe.schedule.search.auto import describe_search
-from megapipe.schedule.views.moved import describe_moves, describe_shards
-from megapipe.schedule.views.paired import describe_pairs
-from megapipe.schedule.views.sliced import describe_keys, describe_slices, references
+from megapipe.schedule.views.features.moved import describe_moves, describe_shards
+from megapipe.schedule.views.features.paired import describe_pairs
+from megapipe.schedule.views.features.sliced import describe_keys, describe_slices, references
 
 
 def described(built: Built, args: Namespace) -> list[str]:

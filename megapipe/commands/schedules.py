@@ -28,10 +28,10 @@ from megapipe.schedule.recipe_line import parts_line, to_line
 from megapipe.schedule.text import load, to_csv, to_json
 from megapipe.schedule.views.compare import to_table
 from megapipe.schedule.views.draw import to_svg
+from megapipe.schedule.views.features.moved import refuse_unfinished
+from megapipe.schedule.views.features.paired import paired_table
 from megapipe.schedule.views.figure import Files
-from megapipe.schedule.views.moved import refuse_unfinished
 from megapipe.schedule.views.page import grid, to_page
-from megapipe.schedule.views.paired import paired_table
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.study import Comparison, study
 from megapipe.schedule.views.study import draw as draw_study

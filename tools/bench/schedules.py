@@ -41,7 +41,7 @@ from megapipe.schedule.costs import ATTENTION
 from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
 from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.measured.costs import measured_costs
-from megapipe.schedule.views.sliced import in_slices
+from megapipe.schedule.views.features.sliced import in_slices
 from tools.bench.emulate import ways
 from tools.bench.emulate.device import times
 from tools.bench.emulate.pool import Job, Turns, run_pool

@@ -19,7 +19,7 @@ from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.ingredients import Terms
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import run_clock
-from megapipe.schedule.views.moved import describe_moves
+from megapipe.schedule.views.features.moved import describe_moves
 
 LIMIT = "--memory-limit-gib"
 FLOPS_PER_BYTE = 8000.0

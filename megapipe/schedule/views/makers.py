@@ -13,7 +13,7 @@ from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import parts_line
-from megapipe.schedule.views.sliced import in_slices
+from megapipe.schedule.views.features.sliced import in_slices
 
 Make = Callable[[Callable[[float], None]], Schedule]
 """Makes a schedule, given the function to call with the share of the work done."""

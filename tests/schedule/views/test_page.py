@@ -26,9 +26,9 @@ from megapipe.schedule.costs import ATTENTION, SHARES
 from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.shapes.slices.slices import slices
 from megapipe.schedule.views.compare import measure
+from megapipe.schedule.views.features.sliced import in_slices
 from megapipe.schedule.views.lanes import communication
 from megapipe.schedule.views.page import Case, to_page
-from megapipe.schedule.views.sliced import in_slices
 
 ROOT = Path(__file__).resolve().parents[3]
 FIXED = [name for name in SCHEDULES if name != "zb-auto"]

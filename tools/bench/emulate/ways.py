@@ -15,7 +15,7 @@ from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.passes import overlaps, repeated
 from megapipe.schedule.shapes.pairs.pairs import pairs
-from megapipe.schedule.views.moved import price_copies
+from megapipe.schedule.views.features.moved import price_copies
 from tools.bench.emulate.pool import Job, Turns, run_pool
 
 

@@ -9,7 +9,7 @@ import torch
 from megapipe.commands import schedules
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Kind
-from megapipe.schedule.views import sliced
+from megapipe.schedule.views.features import sliced
 from tools.bench.emulate.device import Shared
 
 ASKED = ["show", "1f1b", "--pp", "4", "--microbatches", "4", "--slices", "2", "--attention-share", "0.6"]
