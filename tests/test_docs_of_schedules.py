@@ -13,7 +13,7 @@ import pytest
 from megapipe.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
 from megapipe.schedule.core.compiled import library
 from megapipe.schedule.core.cuts import Cutting
-from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.text import from_csv, from_json
 from megapipe.schedule.views.compare import Row, compare, measure
@@ -122,7 +122,7 @@ def refused_in_slices(name: str) -> bool:
     """Are backwards of the schedule left to wait for slices that come after them, at some size?"""
     for (p, n), more in product([(4, 2), (4, 3), (4, 4), (8, 2), (8, 3)], (0, 1)):
         try:
-            in_slices(name, p, p + more, Costs(), cutting=Cutting(n, "work")).build(Fixed())
+            in_slices(name, p, p + more, Costs(), cutting=Cutting(n, "work")).build(FixedCosts())
         except ScheduleError as error:
             if "its backwards wait for slices" in str(error):
                 return True

@@ -35,7 +35,7 @@ from megapipe.pipeline_parallel.messages.transport import Op, Transport
 from megapipe.pipeline_parallel.stopwatch import ran_by_all
 from megapipe.plan import Plan, make_plan
 from megapipe.schedule import SCHEDULES, simulate
-from megapipe.schedule.measured.costs import Ran, measured_costs, spent
+from megapipe.schedule.measured.costs import MeasuredPass, measured_costs, spent
 from megapipe.schedule.views.figure import Files
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training
@@ -255,7 +255,7 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
     stages = training.run.stages
     sent = _count_sent(stages.engine.transport)
     times: list[float] = []
-    ran: list[list[list[Ran]]] = []
+    ran: list[list[list[MeasuredPass]]] = []
     loss = 0.0
     for _ in range(steps):
         # All ranks begin together, so that none waits for a rank that is still sharing its times.
@@ -295,7 +295,7 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
     )
 
 
-def _bubble(ranks: list[list[Ran]]) -> float:
+def _bubble(ranks: list[list[MeasuredPass]]) -> float:
     """Return the mean fraction of a step's passes in which a rank runs no pass.
 
     Args:

@@ -21,7 +21,7 @@ from megapipe.schedule.families.offload.solve import FEW_TRIES, tables
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import SHARDS
 from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
-from megapipe.schedule.ingredients import Fixed, Pairing, Search, placements
+from megapipe.schedule.ingredients import FixedCosts, Pairing, Search, placements
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.patterns import check_size
 from megapipe.schedule.recipe import Built, Recipe
@@ -108,7 +108,7 @@ def composed(args: Namespace) -> Composed:
         raise ScheduleError(" ".join(problems))
     try:
         recipe = _with_searches(recipe_of(args), args)
-        built = recipe.build(Fixed(args.costs, args.memory, len(recipe.depths)))
+        built = recipe.build(FixedCosts(args.costs, args.memory, len(recipe.depths)))
         # A table of the catalogue comes verified, and to verify a large one again takes seconds.
         changed = recipe.search is not None or recipe.cuts or recipe.pairs is not True
         if changed or args.memory is not None or built.table is not built.chain:

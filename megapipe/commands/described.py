@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megapipe.commands.composed import cutting
 from megapipe.schedule.families.sharding.runs import SHARDS
-from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.passes import Placement
 from megapipe.schedule.recipe import Built, Recipe
 from megapipe.schedule.search.auto import describe_search
@@ -69,7 +69,7 @@ def _idle_lines(recipe: Recipe, args: Namespace) -> list[str]:
     if recipe.search is not None:
         given = [flag for flag in ("no_pairs", "as_published") if getattr(args, flag)]
         return [f"--{flag.replace('_', '-')} has no effect on a search" for flag in given]
-    terms = Fixed(args.costs, depths=len(recipe.depths))
+    terms = FixedCosts(args.costs, depths=len(recipe.depths))
     made = recipe.chain(terms)
     fitted = args.costs.of_positions(made.placement.chain)
     # The recipe without the flag. The flag has an effect if that makes another order.

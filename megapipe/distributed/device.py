@@ -178,7 +178,7 @@ def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any
     return entered
 
 
-class Clock:
+class DeviceClock:
     """A clock that measures a device's time without waiting for the device.
 
     `mark` marks the current place in the device's queue of work. `seconds` returns the time of a
@@ -254,7 +254,7 @@ class CopyLane:
             torch.cuda.current_stream(self.device).wait_event(begun[1])
 
     def span(self, begun: Any) -> tuple[Any, Any]:
-        """Return (begin, end), for `Clock.seconds`, of copies that `begun` started and are over."""
+        """Return (begin, end), for `DeviceClock.seconds`, of `begun` copies that are over."""
         return begun.result() if self._stream is None else begun  # type: ignore[no-any-return]
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.device import Clock
+from megapipe.distributed.device import DeviceClock
 from megapipe.pipeline_parallel.passes.begin import Begun
 from megapipe.schedule import Pass, Schedule
 from megapipe.schedule.kinds import COPIES, Lane
-from megapipe.schedule.measured.costs import Ran
+from megapipe.schedule.measured.costs import MeasuredPass
 
 
 class Stopwatch:
@@ -38,7 +38,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, schedule: Schedule | None = None) -> None:
-        self._clock = Clock(device)
+        self._clock = DeviceClock(device)
         self._asked = None
         self._schedule = schedule
         #   asked            begin               end
@@ -109,7 +109,7 @@ class Stopwatch:
             rows += [row] * passes
         return rows
 
-    def copied(self) -> list[Ran]:
+    def copied(self) -> list[MeasuredPass]:
         """Return the measured copies O and L.
 
         The `waited` of a copy is the time in seconds in which passes waited for the copy.
@@ -119,10 +119,10 @@ class Stopwatch:
         for item, span, kept in self.copies:
             begin, end = map(seconds, span())
             waited = sum(seconds(b) - seconds(a) for a, b in kept)
-            rows.append(Ran(item, begin, end, waited))
+            rows.append(MeasuredPass(item, begin, end, waited))
         return rows
 
-    def ran(self, rank: int) -> list[Ran]:
+    def ran(self, rank: int) -> list[MeasuredPass]:
         """Return this rank's measured passes on the compute stream.
 
         `rank` is this rank's position in the pipeline.
@@ -130,7 +130,7 @@ class Stopwatch:
         return [_ran(*row) for row in zip(_timed(self.schedule, rank), self.times(), strict=True)]
 
 
-def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
+def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[MeasuredPass]]]:
     """Return [step][pipeline rank] the measured passes on the compute stream. Collective over pp.
 
     `steps` are this rank's stopwatches of some steps, all with one table.
@@ -142,7 +142,7 @@ def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
     return _gathered(mine, rows, pp, _ran)
 
 
-def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
+def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[MeasuredPass]]]:
     """Return [step][pipeline rank] the measured copies out (O) and back (L). Collective over pp.
 
     `steps` are this rank's stopwatches of some steps, all with one table.
@@ -154,7 +154,7 @@ def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]
         items = [ran.item for ran in copies]
         assert items == rows[pp.rank][: len(items)], "copies begin in the order of the table"
         mine.append([ran[1:] for ran in copies])
-    return _gathered(mine, rows, pp, lambda item, times: Ran(item, *times))
+    return _gathered(mine, rows, pp, lambda item, times: MeasuredPass(item, *times))
 
 
 def exposed_by_all(steps: Sequence[Stopwatch], pp: Axis) -> float:
@@ -171,8 +171,8 @@ def _gathered(
     mine: Sequence[Sequence[Sequence[float]]],
     rows: Sequence[Sequence[Pass]],
     pp: Axis,
-    make: Callable[[Pass, Sequence[float]], Ran],
-) -> list[list[list[Ran]]]:
+    make: Callable[[Pass, Sequence[float]], MeasuredPass],
+) -> list[list[list[MeasuredPass]]]:
     """Return [step][pipeline rank] the measured passes. Collective over pp.
 
     Args:
@@ -197,9 +197,9 @@ def _gathered(
     return found
 
 
-def _ran(item: Pass, marks: Sequence[float]) -> Ran:
+def _ran(item: Pass, marks: Sequence[float]) -> MeasuredPass:
     asked, begin, end = marks
-    return Ran(item, begin, end, begin - asked)
+    return MeasuredPass(item, begin, end, begin - asked)
 
 
 def _timed(schedule: Schedule, rank: int, lanes: Collection[Lane] = (Lane.COMPUTE,)) -> list[Pass]:

@@ -13,7 +13,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.plan.plan import OfPlan, Plan
 from megapipe.schedule import Schedule
-from megapipe.schedule.ingredients import Refused, Terms
+from megapipe.schedule.ingredients import CostModel, Refused
 from megapipe.schedule.recipe import Recipe
 
 Planner = Callable[[Config], Plan]
@@ -61,7 +61,7 @@ class Part:
     name: str
     # A part says what it has to say: by default it adds nothing, and refuses nothing.
     of: Callable[[Config, Schedule | None, Schedule | None], OfPlan | None] = lambda *_: None
-    check: Callable[[Config, Schedule, Terms], None] = lambda *_: None
+    check: Callable[[Config, Schedule, CostModel], None] = lambda *_: None
     check_made: Callable[[Config, Schedule, Recipe], None] = lambda *_: None
     best: Callable[[Config, Planner], Plan | None] = lambda *_: None
     chosen: Callable[[Config, Plan], Config] = lambda config, _: config

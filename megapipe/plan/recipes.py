@@ -23,7 +23,7 @@ from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import GATHERS, SHARDS
 from megapipe.schedule.families.step.asked import StepPasses
-from megapipe.schedule.ingredients import Fixed, Pairing, Search
+from megapipe.schedule.ingredients import FixedCosts, Pairing, Search
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.patterns import GROUP_SIZE
 from megapipe.schedule.recipe import Recipe
@@ -95,7 +95,7 @@ def order_of(config: Config, microbatches: int) -> Recipe:
         if entry.chunks is None:
             recipe = replace(recipe, chunks=chunks_of(config))
     # Made under no costs, only to see its stages.
-    made = recipe.chain(Fixed())
+    made = recipe.chain(FixedCosts())
     given = given_costs(config)
     if given is not None:
         recipe = replace(recipe, fitted=of_chain(config, given, made.placement))
@@ -153,7 +153,7 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     if recipe.search is not None:
         chunks = recipe.search.placements[-1].num_stages // recipe.ranks
         recipe = replace(recipe, search=None, chunks=chunks, options=(("effort", 0.01),))
-    return recipe.chain(Fixed())
+    return recipe.chain(FixedCosts())
 
 
 def step_of(config: Config, table: Schedule) -> StepPasses:

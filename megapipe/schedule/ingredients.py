@@ -46,12 +46,12 @@ class Refused(ScheduleError):
         self.part = part
 
 
-class Terms(Protocol):
+class CostModel(Protocol):
     """The costs and memory limits under which a table is made.
 
     `costs` returns times and memory of a table's stages, and `room` the memory limits of its ranks.
     Both depend on the table: a plan computes them from the layers that it puts on the stages.
-    `Fixed` returns the same values for every table.
+    `FixedCosts` returns the same values for every table.
     """
 
     def costs(self, table: Schedule) -> Costs:
@@ -67,7 +67,7 @@ class Terms(Protocol):
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedCosts:
     """Costs and memory limits that are the same for every table.
 
     Attributes:

@@ -15,7 +15,7 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.families import FAMILIES
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.simulate import Clock, run_clock
+from megapipe.schedule.simulate import SimulatedTimes, run_clock
 
 
 class Message(NamedTuple):
@@ -80,7 +80,7 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
     return lower_timed(schedule, run_clock(schedule, costs))
 
 
-def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
+def lower_timed(schedule: Schedule, clock: SimulatedTimes) -> tuple[Program, ...]:
     """Return each rank's program as `lower` does, given the simulated times.
 
     Args:
@@ -123,7 +123,7 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
     return tuple(_program(own) for own in entries)
 
 
-def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
+def most_in_flight(schedule: Schedule, clock: SimulatedTimes) -> tuple[int, ...]:
     """Return, for each rank, the most messages it has sent that no receiver has taken yet.
 
     Args:

@@ -37,7 +37,7 @@ from megapipe.schedule.families.sharding.sharded import (
 )
 from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
 from megapipe.schedule.families.vocabulary.shares import all_shared, with_vocabulary
-from megapipe.schedule.ingredients import EXCLUDED, Fixed, Pairing, Refused, Search, Terms
+from megapipe.schedule.ingredients import EXCLUDED, CostModel, FixedCosts, Pairing, Refused, Search
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import SLICED, check_size
@@ -137,7 +137,7 @@ class Recipe:
             if asked[first] and asked[second]:
                 yield why.format(flags.get(first, first), flags.get(second, second))
 
-    def build(self, terms: Terms) -> Built:
+    def build(self, terms: CostModel) -> Built:
         """Return the table without `step` and `replicas`, whose passes `around` adds.
 
         Raises: Refused, which names the field, or ScheduleError for the order itself.
@@ -156,7 +156,7 @@ class Recipe:
         if named and entry_of(self.order).searched:
             given = {"chunks": self.chunks, "costs": costs, "memory": memory, **dict(self.options)}
             recipe = replace(self, table=build(self.order, self.ranks, self.microbatches, **given))
-        built = recipe.build(Fixed(costs, memory, len(self.depths)))
+        built = recipe.build(FixedCosts(costs, memory, len(self.depths)))
         return self.around(built.table, costs)
 
     def around(self, table: Schedule, costs: Costs = UNIT) -> Schedule:
@@ -164,7 +164,7 @@ class Recipe:
         table = self.step.around(table, costs)
         return with_replicas(table) if self.replicas else table
 
-    def chain(self, terms: Terms) -> Schedule:
+    def chain(self, terms: CostModel) -> Schedule:
         """Return the table that `order` names, of the main model's forwards and backwards alone.
 
         Its overlapped pairs of passes are the order's own, if any. A plan splits the layers by this
@@ -173,14 +173,14 @@ class Recipe:
         table = self._ordered(terms)
         return unpaired(table) if self.pairs is False else table
 
-    def with_pairs(self, chain: Schedule, terms: Terms) -> Schedule:
+    def with_pairs(self, chain: Schedule, terms: CostModel) -> Schedule:
         """Return the table `chain` with overlapped pairs, if `pairs` says to choose them.
 
         With multi-token prediction `finish` chooses the pairs instead.
         """
         return chain if self.depths else self._paired(chain, terms)
 
-    def with_ends(self, chain: Schedule, terms: Terms) -> Schedule:
+    def with_ends(self, chain: Schedule, terms: CostModel) -> Schedule:
         """Return `chain`, of `with_pairs`, with multi-token prediction and shared vocabulary."""
         if not (self.depths or self.vocabulary):
             return chain
@@ -193,7 +193,7 @@ class Recipe:
             shared = all_shared if self.vocabulary else None
             return with_depths(chain, self.depths, costs, shared=shared)
 
-    def finish(self, table: Schedule, terms: Terms, chain: Schedule | None = None) -> Built:
+    def finish(self, table: Schedule, terms: CostModel, chain: Schedule | None = None) -> Built:
         """Return the table with offload, sharding, and pairs if it has multi-token prediction.
 
         Args:
@@ -214,7 +214,7 @@ class Recipe:
             made = self._moved(asked, tables, costs, room)
         return Built(self, made, plain, chain or table)
 
-    def _ordered(self, terms: Terms) -> Schedule:
+    def _ordered(self, terms: CostModel) -> Schedule:
         """Return the table of the order, with microbatches cut into slices if `cuts` are given."""
         if self.table is not None:
             return self.table
@@ -249,7 +249,7 @@ class Recipe:
             return _built.__wrapped__(self.order, *size, self.options, self.fitted)
         return _built(self.order, *size, self.options, self.fitted)
 
-    def _searched(self, search: Search, terms: Terms) -> Schedule:
+    def _searched(self, search: Search, terms: CostModel) -> Schedule:
         """Return the best table that a search finds on any of the placements of its settings."""
         # Only a search takes the time to import it.
         from megapipe.schedule.core.sliced_search import fastest_slices
@@ -274,7 +274,7 @@ class Recipe:
         chosen |= {"objective": search.objective, "seconds": search.seconds}
         return search_among(candidates, self.microbatches, **chosen).schedule
 
-    def _left(self, table: Schedule, costs: Costs, terms: Terms) -> tuple[float, ...] | None:
+    def _left(self, table: Schedule, costs: Costs, terms: CostModel) -> tuple[float, ...] | None:
         """Return the memory that each rank has for activations; None for no limit.
 
         The least memory that gathered weights and full gradients need is already subtracted.
@@ -289,7 +289,7 @@ class Recipe:
         """Return the costs with the communication that a pair of passes can hide."""
         return self.pairs.linked(costs) if isinstance(self.pairs, Pairing) else costs
 
-    def _paired(self, table: Schedule, terms: Terms) -> Schedule:
+    def _paired(self, table: Schedule, terms: CostModel) -> Schedule:
         if not isinstance(self.pairs, Pairing):
             return table
         room = terms.room(table)

@@ -82,7 +82,7 @@ def _left(time: float, busy: float) -> float:
 
 
 @dataclass(frozen=True)
-class Clock:
+class SimulatedTimes:
     """The times at which the steps of a table begin and end in a simulation.
 
     Attributes:
@@ -168,7 +168,7 @@ def simulate(
 
 def run_clock(
     schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None
-) -> Clock:
+) -> SimulatedTimes:
     """Return start and end of every step, in time linear in the number of passes.
 
     Each rank advances until a step lacks an input. The pass that produces the input then wakes it.
@@ -193,7 +193,7 @@ def run_clock(
     def after_others(item: Pass) -> float:
         return max([done.get(x, inf) + lag for x, lag in others[item]])
 
-    clock = Clock([[] for _ in rows], [[] for _ in rows], [])
+    clock = SimulatedTimes([[] for _ in rows], [[] for _ in rows], [])
     free = [[0.0] * len(_LANES) for _ in rows]
     # Ranks that may advance, the one woken last first. A dict as an ordered set: a rank that is
     # woken twice is visited once.
@@ -381,7 +381,7 @@ def _lengths(
     return length
 
 
-def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> list[str]:
+def _waits(schedule: Schedule, clock: SimulatedTimes, waiting: list[tuple[int, int]]) -> list[str]:
     """Return a line for each pass that a deadlocked rank waits for.
 
     Args:

@@ -18,7 +18,7 @@ from megapipe.schedule.kinds import LAYERS, Kind, Lane, Made
 from megapipe.schedule.lower import Exchange, Message, Program, lower_timed
 from megapipe.schedule.memory.held import memory_steps
 from megapipe.schedule.passes import Pass, Schedule
-from megapipe.schedule.simulate import Clock, run_clock, uncollected
+from megapipe.schedule.simulate import SimulatedTimes, run_clock, uncollected
 
 
 @uncollected()
@@ -299,7 +299,7 @@ def _never_again(schedule: Schedule) -> Iterator[str]:
 
 
 def _memory_problems(
-    schedule: Schedule, memory: float, costs: Costs, clock: Clock
+    schedule: Schedule, memory: float, costs: Costs, clock: SimulatedTimes
 ) -> Iterator[str]:
     """Yield a sentence for each rank above the memory limit, with the first step that exceeds it.
 

@@ -19,7 +19,7 @@ from megapipe.pipeline_parallel.stopwatch import ran_by_all
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import from_json
 from megapipe.schedule.costs_file import dump_costs, read_costs
-from megapipe.schedule.measured.costs import Ran, StepsRan, measured_costs
+from megapipe.schedule.measured.costs import MeasuredPass, StepsRan, measured_costs
 from megapipe.schedule.search.beside import Beside
 from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.run import Run
@@ -127,7 +127,7 @@ class Rescheduling(Callback):
         Returns: (seconds of each step, [step][pipeline rank] -> its measured passes).
         """
         times: list[float] = []
-        steps: list[list[list[Ran]]] = []
+        steps: list[list[list[MeasuredPass]]] = []
         for _ in range(self.after - 1):
             yield
             times.append(self._took)

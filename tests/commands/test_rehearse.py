@@ -19,7 +19,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.seconds.device import load_device
 from megapipe.plan.state import bytes_at_peak
 from megapipe.schedule import Kind, Pass
-from megapipe.schedule.measured.costs import Ran
+from megapipe.schedule.measured.costs import MeasuredPass
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -94,7 +94,7 @@ def test_a_few_ranks_of_many_make_the_step_of_1f1b(n):
         clock, ran = 0.0, []
         for (item,) in plan.schedule.ranks[rank]:
             took = f if item.kind.is_forward else b
-            ran.append(Ran(item, clock, clock + took))
+            ran.append(MeasuredPass(item, clock, clock + took))
             clock += took
         return Rehearsed((rank,), [ran], u, {"weights": 1.0 + rank})
 
@@ -112,7 +112,7 @@ def test_copies_take_what_they_took_on_the_rank_that_was_rehearsed():
     flags = "--num-layers 8 --pipeline-model-parallel-size 4 --fine-grained-activation-offloading --offload-time 0.01"
     config, plan = rehearse.prepared(f"{MODEL} --global-batch-size 16 {flags}".split(), 4)
     took = {Kind.F: 1.0, Kind.BW: 2.0, Kind.O: 0.25, Kind.L: 0.5}
-    ran = [Ran(x, n, n + took[x.kind]) for n, (x,) in enumerate(plan.schedule.ranks[0])]
+    ran = [MeasuredPass(x, n, n + took[x.kind]) for n, (x,) in enumerate(plan.schedule.ranks[0])]
     copies = [x for x in ran if x.item.kind in (Kind.O, Kind.L)]
     passes = [x for x in ran if x not in copies]
     told = rehearse.forecast(config, plan, {0: Rehearsed((0,), [passes], 0.0, {}, [copies])}).costs

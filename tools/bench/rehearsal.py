@@ -46,7 +46,7 @@ from megapipe.flags.parse import parse, run
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.plan import Plan
 from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
-from megapipe.schedule.measured.costs import Ran, measured_costs
+from megapipe.schedule.measured.costs import MeasuredPass, measured_costs
 from tools.bench.emulate.device import sharpen_sleep
 from tools.bench.emulate.pool import Job, Turns, run_pool
 from tools.bench.emulate.runs import Ours
@@ -180,7 +180,7 @@ def _rank(
     return seen
 
 
-def _bubble(rows: list[list[Ran]]) -> float:
+def _bubble(rows: list[list[MeasuredPass]]) -> float:
     span = max(row[-1].end for row in rows) - min(row[0].begin for row in rows)
     return 1 - sum(x.end - x.begin for row in rows for x in row) / span / len(rows)
 
@@ -212,7 +212,7 @@ def _alone(rank: int, schedule: Schedule) -> Ours:
     return runner
 
 
-def _passes(runner: Ours) -> list[Ran]:
+def _passes(runner: Ours) -> list[MeasuredPass]:
     runner.watch = watch = Stopwatch(CPU, runner.schedule)
     runner.step()
     return watch.ran(runner.mesh.pp.rank)

@@ -39,7 +39,7 @@ from megapipe.schedule import (
 from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import ATTENTION
 from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
-from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.measured.costs import measured_costs
 from megapipe.schedule.views.features.sliced import in_slices
 from tools.bench.emulate import ways
@@ -271,7 +271,7 @@ def _jobs(flags: Flags, costs: Costs) -> list[Job]:
         if flags.slices and not (entry and entry.searched):
             cutting = Cutting(flags.slices)
             recipe = in_slices(name, flags.pp, flags.microbatches, costs, cutting=cutting, chunks=chunks)
-            cut = recipe.build(Fixed(costs)).table
+            cut = recipe.build(FixedCosts(costs)).table
             jobs.append(Job("megapipe", replace(cut, name=f"{cut.name} in {flags.slices} slices")))
         for n in (1, 2) if flags.gather_ms or flags.scatter_ms else ():
             whole = with_sharded_weights(unpaired(schedule), costs, Living(n, n))

@@ -24,7 +24,7 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckResult:
     """The result of one check.
 
     Attributes:
@@ -36,12 +36,12 @@ class Found:
     passed: bool = True
 
 
-def within(error: float, allowed: float) -> Found:
+def within(error: float, allowed: float) -> CheckResult:
     """Return the result for an error that may be at most `allowed`; NaN does not pass."""
-    return Found(f"error {error:.1e}, at most {allowed:.1e}", error <= allowed)
+    return CheckResult(f"error {error:.1e}, at most {allowed:.1e}", error <= allowed)
 
 
-def weight_grad(device: torch.device) -> Found:
+def weight_grad(device: torch.device) -> CheckResult:
     """Check the weight gradient of a bf16 layer, computed in a pass W after the inputs' backward.
 
     The gradients of two microbatches are added into a float32 buffer. A GPU computes and adds in
@@ -76,7 +76,7 @@ def weight_grad(device: torch.device) -> Found:
     return within(_error(main_grad, want), allowed)
 
 
-def fused_loss(device: torch.device) -> Found:
+def fused_loss(device: torch.device) -> CheckResult:
     """Check the fused output head and loss in float32 against separate operations.
 
     Losses are compared, and the gradients of the hidden states and the weight.
@@ -102,7 +102,7 @@ def fused_loss(device: torch.device) -> Found:
     return within(max(map(_error, got, want)), 1e-5)
 
 
-def dropout_attention(device: torch.device) -> Found:
+def dropout_attention(device: torch.device) -> CheckResult:
     """Check attention with dropout in float32: its output, and the gradients of q, k and v.
 
     The expected result needs the dropout mask. A first call with unit vectors as v finds it: its
@@ -134,7 +134,7 @@ def dropout_attention(device: torch.device) -> Found:
     return within(max(map(_error, got, want)), 1e-5)
 
 
-KERNELS: dict[str, Callable[[torch.device], Found]] = {
+KERNELS: dict[str, Callable[[torch.device], CheckResult]] = {
     f.__name__: f for f in (weight_grad, fused_loss, dropout_attention)
 }
 
@@ -172,7 +172,7 @@ class Flags:
 
 
 def main(
-    argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], Found]] = KERNELS
+    argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], CheckResult]] = KERNELS
 ) -> None:
     """Run the check that --only names, or all, and print the number that each has measured.
 

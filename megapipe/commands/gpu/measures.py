@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from megapipe.commands.gpu.cases import LARGE_LAYER, SHAPE, SIZES
-from megapipe.commands.gpu.kernels import Found, main
+from megapipe.commands.gpu.kernels import CheckResult, main
 from megapipe.commands.plan.rehearse import prepared
 from megapipe.commands.plan.rehearsed_rank import answers_of, rank_alone
 from megapipe.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PrecisionConfig
@@ -69,7 +69,7 @@ GPU = Size(2048, 16, 2048, 50304)
 TINY = Size(64, 4, 32, 128)
 
 
-def ceilings(device: torch.device) -> Found:
+def ceilings(device: torch.device) -> CheckResult:
     """Measure the rates that bound a step: FLOP/s of bf16 products, and bytes/s of a copy.
 
     The products are with the weights of qkv, fc1 and fc2.
@@ -91,10 +91,10 @@ def ceilings(device: torch.device) -> Found:
     copied = 2 * source.nbytes / seconds(lambda: target.copy_(source), device) / 1e9
     products = ", ".join(f"{rate:.3g}" for rate in rates)
     rates_of = f"products of qkv, fc1, fc2 {products} TFLOP/s"
-    return Found(f"{rates_of}; copy {copied:.3g} GB/s read and written")
+    return CheckResult(f"{rates_of}; copy {copied:.3g} GB/s read and written")
 
 
-def split(device: torch.device) -> Found:
+def split(device: torch.device) -> CheckResult:
     """Measure the cost of splitting the backward of two layers in bf16.
 
     Passes B (gradients of inputs) and W (of weights) are compared with one backward that computes
@@ -135,10 +135,10 @@ def split(device: torch.device) -> Found:
     ratio = one_by_one / both
     figure = f"F {first * 1e3:.3g} ms, B + W {one_by_one * 1e3:.3g} ms"
     figure += f" = {ratio:.3f} x both at once, at most 1.03"
-    return Found(figure, ratio <= 1.03 or device.type == "cpu")
+    return CheckResult(figure, ratio <= 1.03 or device.type == "cpu")
 
 
-def schedules(device: torch.device) -> Found:
+def schedules(device: torch.device) -> CheckResult:
     """Train two steps in bf16 under each schedule that one rank can run.
 
     The check passes if all are bitwise equal to 1F1B.
@@ -158,7 +158,7 @@ def schedules(device: torch.device) -> Found:
         found[name] = [_numbers(step()) for _ in range(2)]
     other = [name for name in names if found[name] != found[PLAIN]]
     verdict = f"not bitwise equal to 1f1b: {other}" if other else "bitwise equal to 1f1b"
-    return Found(f"{len(names)} schedules, {verdict}", not other)
+    return CheckResult(f"{len(names)} schedules, {verdict}", not other)
 
 
 def _numbers(result: StepResult) -> tuple[float, float]:
@@ -166,14 +166,14 @@ def _numbers(result: StepResult) -> tuple[float, float]:
     return result.losses["lm loss"], result.grad_norm
 
 
-def graphs(device: torch.device) -> Found:
+def graphs(device: torch.device) -> CheckResult:
     """Train eight small layers without and with CUDA graphs, and measure the step times.
 
     The graphs are captured after the first step. The check passes if the two trainings give bitwise
     equal results and the graphs print no warning.
     """
     if device.type == "cpu":
-        return Found("CUDA graphs need a GPU")
+        return CheckResult("CUDA graphs need a GPU")
     be_deterministic()
     size = Size(512, 8, 256, 1024)
     said: list[str] = []
@@ -187,10 +187,10 @@ def graphs(device: torch.device) -> Found:
     replayed = seconds(replays, device) * 1e3
     figure = "bitwise equal" if equal else "NOT bitwise equal"
     figure += f"; a step {launched:.3g} ms launched, {replayed:.3g} by graphs; {'; '.join(said)}"
-    return Found(figure, equal and "WARNING" not in str(said))
+    return CheckResult(figure, equal and "WARNING" not in str(said))
 
 
-def host(device: torch.device) -> Found:
+def host(device: torch.device) -> CheckResult:
     """Measure the fraction of a step in which the device waits for its host.
 
     The check passes with at most 2% on a GPU. The second of four pipeline ranks is trained alone,
@@ -223,10 +223,10 @@ def host(device: torch.device) -> Found:
     kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _OF_DEVICE)
     # A CPU has no kernels. On a GPU an empty trace is a failure.
     if not kernels:
-        return Found(f"{len(events)} events, no kernels", is_cpu)
+        return CheckResult(f"{len(events)} events, no kernels", is_cpu)
     idle = idle_share(kernels)
     figure = f"{len(kernels)} kernels, the device waits {idle:.1%} of the step, at most 2%"
-    return Found(figure, idle <= 0.02)
+    return CheckResult(figure, idle <= 0.02)
 
 
 # The categories of a trace's events that run on the device.
@@ -248,7 +248,7 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
     return 1 - busy / (until - spans[0][0])
 
 
-MEASURES: dict[str, Callable[[torch.device], Found]] = {
+MEASURES: dict[str, Callable[[torch.device], CheckResult]] = {
     f.__name__: f for f in (ceilings, split, schedules, graphs, host)
 }
 

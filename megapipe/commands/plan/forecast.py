@@ -19,7 +19,7 @@ from megapipe.plan.seconds.device import NOTHING, Device
 from megapipe.plan.seconds.messages import with_messages
 from megapipe.plan.seconds.replicas import exposed
 from megapipe.schedule import Costs, Pass, Schedule, Timeline, simulate, unpaired
-from megapipe.schedule.measured.costs import Ran, measured_costs
+from megapipe.schedule.measured.costs import MeasuredPass, measured_costs
 from megapipe.schedule.simulate import run_clock
 
 Shown = Mapping[int, Rehearsed]
@@ -69,8 +69,8 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
     place = plan.schedule.placement
     count = len(next(iter(shown.values())).steps)
     # [step][rank], with an empty row for a rank that was not rehearsed.
-    rows: list[list[list[Ran]]] = []
-    copies: list[list[list[Ran]]] = []
+    rows: list[list[list[MeasuredPass]]] = []
+    copies: list[list[list[MeasuredPass]]] = []
     for n in range(count):
         rows.append([[] for _ in range(place.num_ranks)])
         copies.append([[] for _ in range(place.num_ranks)])
@@ -87,7 +87,7 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
     computed = _durations(alone, table)
     with_communication = _durations(costs, table)
 
-    def replayed(row: list[list[Ran]]) -> Timeline:
+    def replayed(row: list[list[MeasuredPass]]) -> Timeline:
         # The passes of a step with their own times: a rank waits for the slower of two passes,
         # which the medians of their times do not show.
         took = {}

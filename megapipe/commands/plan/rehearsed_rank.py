@@ -33,7 +33,7 @@ from megapipe.pipeline_parallel.messages.agreed import dtype_of
 from megapipe.pipeline_parallel.messages.transport import Op
 from megapipe.plan import Plan
 from megapipe.schedule import unpaired
-from megapipe.schedule.measured.costs import Ran
+from megapipe.schedule.measured.costs import MeasuredPass
 from megapipe.training.forward_step import forward_step
 from megapipe.training.guards.model import check_ownership, room
 from megapipe.training.pretrain import Training
@@ -59,12 +59,12 @@ class Rehearsed:
     """
 
     stages: tuple[int, ...]
-    steps: list[list[Ran]]
+    steps: list[list[MeasuredPass]]
     outside: float
     parts: dict[str, float]
-    copies: Sequence[list[Ran]] = ()
+    copies: Sequence[list[MeasuredPass]] = ()
 
-    def of(self, step: Sequence[Ran], stages: Sequence[int]) -> list[Ran]:
+    def of(self, step: Sequence[MeasuredPass], stages: Sequence[int]) -> list[MeasuredPass]:
         """Return passes or copies with stage numbers as if another rank had run them.
 
         Args:
@@ -288,7 +288,9 @@ def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps
     return rehearsed(training, [timed_step(training) for _ in range(steps)])
 
 
-def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], list[Ran], float]]) -> Rehearsed:
+def rehearsed(
+    training: Training, timed: Sequence[tuple[list[MeasuredPass], list[MeasuredPass], float]]
+) -> Rehearsed:
     """Run further steps to measure the memory, and return all measurements of a rank.
 
     Args:
@@ -370,7 +372,7 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device) * 0.01
 
 
-def timed_step(training: Training) -> tuple[list[Ran], list[Ran], float]:
+def timed_step(training: Training) -> tuple[list[MeasuredPass], list[MeasuredPass], float]:
     """Run a step and measure the time of each pass.
 
     Two passes that the schedule runs together, such as F with B, run one after the other here.

@@ -16,7 +16,7 @@ from megapipe.plan.state import GIB
 from megapipe.schedule import Costs, Kind, Schedule, Timeline
 from megapipe.schedule.costs import PerStage
 from megapipe.schedule.families.offload.rules import MOVES
-from megapipe.schedule.ingredients import Terms
+from megapipe.schedule.ingredients import CostModel
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import run_clock
 from megapipe.schedule.views.features.moved import describe_moves
@@ -223,7 +223,7 @@ def _of(config: Config, plain: Schedule | None, made: Schedule | None) -> Copies
     return Copies.of(config, LIMIT)
 
 
-def _check(config: Config, table: Schedule, terms: Terms) -> None:
+def _check(config: Config, table: Schedule, terms: CostModel) -> None:
     """Refuse --offload-modules with modules that keep nothing that may be copied.
 
     Args:

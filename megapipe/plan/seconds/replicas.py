@@ -31,7 +31,7 @@ from megapipe.plan.recipes import step_of
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import replicas, ring
 from megapipe.schedule import Schedule
-from megapipe.schedule.simulate import Clock
+from megapipe.schedule.simulate import SimulatedTimes
 
 
 class OfRank(NamedTuple):
@@ -157,7 +157,9 @@ class _Used(NamedTuple):
     end: float
 
 
-def exposed(plan: Plan, config: Config, device: Device, table: Schedule, clock: Clock) -> float:
+def exposed(
+    plan: Plan, config: Config, device: Device, table: Schedule, clock: SimulatedTimes
+) -> float:
     """Return the seconds by which data-parallel communication makes a step longer.
 
     Args:
@@ -200,7 +202,7 @@ def exposed(plan: Plan, config: Config, device: Device, table: Schedule, clock: 
     return found
 
 
-def _used(table: Schedule, clock: Clock) -> dict[int, _Used]:
+def _used(table: Schedule, clock: SimulatedTimes) -> dict[int, _Used]:
     """Return when each stage is used. A stage is ready only when its replicas are."""
     first: dict[int, float] = {}
     last: dict[int, tuple[float, float]] = {}

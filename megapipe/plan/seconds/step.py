@@ -18,9 +18,9 @@ from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import SHARDS
 from megapipe.schedule.families.sharding.sharded import Living
-from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.simulate import Clock, memory_steps, run_clock
+from megapipe.schedule.simulate import SimulatedTimes, memory_steps, run_clock
 
 Layout = tuple[int, ...]
 SUMS = "gradient sums"
@@ -114,7 +114,7 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
     if sharded:
         if schedule.kinds == whole.kinds:
             recipe = Recipe(schedule.name, sharding=Sharding(living=AHEAD))
-            schedule = recipe.finish(schedule, Fixed(costs)).table
+            schedule = recipe.finish(schedule, FixedCosts(costs)).table
         else:
             schedule = whole
         clock = run_clock(schedule, costs)
@@ -142,11 +142,11 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
     return Timed(config, plan, schedule.name, makespan + at_end + updated, peak, parts)
 
 
-def _end(clock: Clock) -> float:
+def _end(clock: SimulatedTimes) -> float:
     return max(map(max, clock.end))
 
 
-def _busy(clock: Clock) -> float:
+def _busy(clock: SimulatedTimes) -> float:
     """Return the seconds in which ranks run passes, summed over the ranks.
 
     Args:

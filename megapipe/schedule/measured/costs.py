@@ -16,7 +16,7 @@ from megapipe.schedule.kinds import COPIES, LAYERS, Kind, Lane
 from megapipe.schedule.passes import Pass, Placement
 
 
-class Ran(NamedTuple):
+class MeasuredPass(NamedTuple):
     """A measured pass, in seconds of its host's clock.
 
     Both passes of an overlapped pair have the same times.
@@ -34,7 +34,7 @@ class Ran(NamedTuple):
     waited: float = 0.0
 
 
-StepsRan = Sequence[Sequence[Sequence[Ran]]]
+StepsRan = Sequence[Sequence[Sequence[MeasuredPass]]]
 """[step][pipeline rank]: the passes in the order in which they ran."""
 
 
@@ -61,7 +61,7 @@ class Spent(NamedTuple):
         return self.span - self.busy
 
 
-def spent(row: Sequence[Ran]) -> Spent:
+def spent(row: Sequence[MeasuredPass]) -> Spent:
     """Return how long a rank computed and how long it waited in one step.
 
     Args:
@@ -80,7 +80,7 @@ def spent(row: Sequence[Ran]) -> Spent:
     return Spent(span + first.waited, span, busy, waited + validated)
 
 
-def in_turn(row: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
+def in_turn(row: Sequence[MeasuredPass]) -> Iterator[tuple[MeasuredPass, ...]]:
     """Yield the passes of a rank as groups: one pass, or the two passes of an overlapped pair.
 
     Args:
@@ -129,7 +129,7 @@ def measured_costs(
     for n in range(len(cuts)):
         work[n] = alone.of_slice(cuts, (n, 0, len(cuts))).durations(place)
 
-    def whole(x: Ran) -> float:
+    def whole(x: MeasuredPass) -> float:
         """Return the seconds of a pass, scaled from its slice to a whole microbatch."""
         kind, stage, _, piece = x.item
         share = work[piece][kind][stage] / (work[None][kind][stage] or 1.0)
@@ -138,7 +138,7 @@ def measured_costs(
     for step, ranks in enumerate(steps):
         ran = {x.item: x for row in ranks for x in row}
         for rank, row in enumerate(ranks):
-            last: Ran | None = None
+            last: MeasuredPass | None = None
             for group in in_turn(row):
                 into = took if len(group) == 1 else halves
                 for x in group:
@@ -258,7 +258,7 @@ def _stages(
         yield f, b, w
 
 
-def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
+def _made(item: Pass, place: Placement, ran: dict[Pass, MeasuredPass]) -> MeasuredPass | None:
     """Return the measured pass, on a neighbouring stage, whose output is the input of `item`.
 
     For a forward it is on the stage before, for a backward on the stage after. Returns None at the
@@ -282,8 +282,8 @@ def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
 
 
 def arrivals(
-    ranks: Sequence[Sequence[Ran]], place: Placement
-) -> Iterator[tuple[tuple[int, int], Ran, float]]:
+    ranks: Sequence[Sequence[MeasuredPass]], place: Placement
+) -> Iterator[tuple[tuple[int, int], MeasuredPass, float]]:
     """Yield ((sender, receiver), pass, lag) for each message between two ranks in a step.
 
     The pass is the receiver's, which takes the message as its input. The lag is the time in seconds
@@ -303,7 +303,7 @@ def arrivals(
                     yield (sender, rank), x, x.begin - made.end
 
 
-def host_times(ranks: Sequence[Sequence[Ran]]) -> dict[Pass, float]:
+def host_times(ranks: Sequence[Sequence[MeasuredPass]]) -> dict[Pass, float]:
     """Return {pass: seconds of host time before it} for one step.
 
     Host time runs from the end of the rank's previous pass until it asks for the input of this one.
@@ -314,7 +314,7 @@ def host_times(ranks: Sequence[Sequence[Ran]]) -> dict[Pass, float]:
     """
     found: dict[Pass, float] = {}
     for row in ranks:
-        last: Ran | None = None
+        last: MeasuredPass | None = None
         for group in in_turn(row):
             time = 0.0
             if last is not None:

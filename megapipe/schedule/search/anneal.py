@@ -24,7 +24,7 @@ PASSES_AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSchedule:
     """A schedule that a search found.
 
     Attributes:
@@ -78,7 +78,9 @@ class _State(ctypes.Structure):
     )
 
 
-def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: float) -> Found:
+def anneal(
+    problem: Problem, start: FoundSchedule, cooling: Cooling, seed: int, goal: float
+) -> FoundSchedule:
     """Return the best orders that annealing finds; `start` on a machine without a C compiler.
 
     Equal arguments give equal orders, unless `cooling.until` ends it early.
@@ -115,4 +117,4 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: fl
         if moves.anneal(ctypes.byref(given), ctypes.byref(state), asked) < asked:
             break
     found = list(best_orders)
-    return Found([found[a:b] for a, b in pairwise(rows)], list(best_end), state.best)
+    return FoundSchedule([found[a:b] for a, b in pairwise(rows)], list(best_end), state.best)

@@ -18,7 +18,7 @@ from weakref import finalize
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.costs_file import dump_costs, read_costs
-from megapipe.schedule.ingredients import Fixed, Search
+from megapipe.schedule.ingredients import FixedCosts, Search
 from megapipe.schedule.memory.limits import within
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
@@ -134,7 +134,7 @@ def better(
     for spared in range(tries):
         room = [most - spared * one for most, one in zip(memory, held, strict=True)]
         try:
-            made = recipe.build(Fixed(costs, tuple(room), place.depths)).table
+            made = recipe.build(FixedCosts(costs, tuple(room), place.depths)).table
         except ScheduleError:  # no room for a microbatch
             break
         time = simulate(made, costs)

@@ -11,7 +11,7 @@ from megapipe.schedule.core.bound import lower_bound
 from megapipe.schedule.core.orders import Problem, problem
 from megapipe.schedule.passes import Placement
 from megapipe.schedule.placement import loop
-from megapipe.schedule.search.anneal import Cooling, Found, anneal
+from megapipe.schedule.search.anneal import Cooling, FoundSchedule, anneal
 from megapipe.schedule.search.seeds import (
     blocks,
     few,
@@ -72,7 +72,7 @@ class Entrant:
 
     problem: Problem
     bound: float
-    found: Found
+    found: FoundSchedule
     spreads: tuple[float, ...]
 
     def improved(self, seconds: float, of: Spending, hot: float) -> Entrant:
@@ -103,7 +103,7 @@ def contest(
     seconds: float,
     of: Spending,
     progress: Callable[[float], None],
-    known: Found | None = None,
+    known: FoundSchedule | None = None,
 ) -> Entrant:
     """Return the best schedule: many are annealed for a short time, and the best of them longer.
 
@@ -135,7 +135,7 @@ def contest(
 
 
 def _entrants(
-    problems: list[Problem], seconds: float, of: Spending, known: Found | None
+    problems: list[Problem], seconds: float, of: Spending, known: FoundSchedule | None
 ) -> list[Entrant]:
     """Return the schedules to anneal: for each placement the best built-in one, and others.
 
@@ -184,7 +184,7 @@ def _bound(x: Problem) -> float:
     return lower_bound(x.placement, x.microbatches, x.costs, x.memory, objective)
 
 
-def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
+def _unrolled(full: Problem, seconds: float, of: Spending) -> list[FoundSchedule]:
     """Return schedules to begin with for a large table, from a search with few microbatches.
 
     The middle of each result of that search is repeated for the other microbatches. The built-in
@@ -207,7 +207,7 @@ def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
     return sorted(found, key=lambda x: x.length) or [patterns(full)[0][0]]
 
 
-def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
+def _starts(full: Problem, seconds: float, of: Spending) -> list[FoundSchedule]:
     """Return schedules with which to begin: building blocks, repeated for all microbatches.
 
     For many microbatches, a search with few microbatches gives them: the middle of each result is

@@ -16,23 +16,15 @@ from random import Random
 from time import process_time
 
 from megapipe.schedule.core.fit import refilled
-from megapipe.schedule.core.orders import (
-    Orders,
-    Problem,
-    clock,
-    encode,
-    fits,
-    length,
-    one_by_one,
-)
+from megapipe.schedule.core.orders import Orders, Problem, clock, encode, fits, length, one_by_one
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import fixed, one_of
-from megapipe.schedule.search.anneal import Found
+from megapipe.schedule.search.anneal import FoundSchedule
 
 OVERRUNS = (0.0, 0.3, 0.6, 1.0)
 
 
-def patterns(problem: Problem) -> list[tuple[Found, str]]:
+def patterns(problem: Problem) -> list[tuple[FoundSchedule, str]]:
     """Return (schedule, its name) for built-in schedules that fit placement and memory.
 
     `problem` has the placement, costs and memory limits. The schedules come in two versions: with
@@ -51,7 +43,7 @@ def patterns(problem: Problem) -> list[tuple[Found, str]]:
     return sorted(found, key=lambda x: x[0].length)
 
 
-def pattern(problem: Problem, name: str) -> list[Found]:
+def pattern(problem: Problem, name: str) -> list[FoundSchedule]:
     """Return a built-in schedule as it is and with W put where ranks wait, the best first.
 
     The list is empty if the schedule does not exist for these numbers, or exceeds the memory.
@@ -67,7 +59,7 @@ def pattern(problem: Problem, name: str) -> list[Found]:
     return sorted(found, key=lambda x: x.length)
 
 
-def _fitted(problem: Problem, schedule: Schedule) -> list[Found]:
+def _fitted(problem: Problem, schedule: Schedule) -> list[FoundSchedule]:
     """Return the versions of a schedule that fit the memory.
 
     One has the schedule's own order of W; in the other, W runs where ranks would wait.
@@ -104,7 +96,7 @@ class Rhythm:
 
 def blocks(
     problem: Problem, tries: int, until: float, random: Random, keep: int = 8
-) -> list[Found]:
+) -> list[FoundSchedule]:
     """Return schedules made of the best building blocks found by a random search.
 
     The search narrows around the best blocks. The best schedule is first.
@@ -115,7 +107,7 @@ def blocks(
         until: CPU time of this process at which to stop.
         keep: number of blocks to return and to vary.
     """
-    pool: list[tuple[float, Rhythm, Found]] = []
+    pool: list[tuple[float, Rhythm, FoundSchedule]] = []
     for step in range(tries):
         if process_time() > until:
             break
@@ -136,7 +128,7 @@ def blocks(
 
 def in_groups(
     problem: Problem, tries: int, until: float, random: Random, keep: int = 8
-) -> list[Found]:
+) -> list[FoundSchedule]:
     """Return interleaved zero-bubble schedules with random group sizes, the best first.
 
     Groups of microbatches go through one chunk before the next chunk begins. Forwards and backwards
@@ -151,7 +143,7 @@ def in_groups(
     """
     p = problem.placement.num_ranks
     m = problem.microbatches
-    pool: list[Found] = []
+    pool: list[FoundSchedule] = []
     # Megatron-LM's groups: p microbatches each, and the rest in the last one.
     usual = [p] * (m // p)
     if m % p:
@@ -168,7 +160,7 @@ def in_groups(
     return pool
 
 
-def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
+def unroll(problem: Problem, small: Problem, found: FoundSchedule) -> list[FoundSchedule]:
     """Return schedules made from a schedule of fewer microbatches by repeating its middle.
 
     The middle has 1, 2 or p microbatches on p ranks; p keeps groups of microbatches whole. Several
@@ -238,17 +230,17 @@ _LARGE = 4096
 """Most forwards of a table that is not large."""
 
 
-def _timed(problem: Problem, orders: Orders) -> Found | None:
+def _timed(problem: Problem, orders: Orders) -> FoundSchedule | None:
     end = clock(problem, orders)
     if end is None:
         return None
-    return Found(orders, end, length(problem, orders, end))
+    return FoundSchedule(orders, end, length(problem, orders, end))
 
 
 def _refilled(
     problem: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS
-) -> list[Found]:
-    return [Found(*x, length(problem, *x)) for x in refilled(problem, orders, overruns)]
+) -> list[FoundSchedule]:
+    return [FoundSchedule(*x, length(problem, *x)) for x in refilled(problem, orders, overruns)]
 
 
 def _sorted(problem: Problem, times: list[float]) -> Orders:
@@ -258,7 +250,7 @@ def _sorted(problem: Problem, times: list[float]) -> Orders:
     return orders
 
 
-def _unrolled(problem: Problem, block: Rhythm) -> Found | None:
+def _unrolled(problem: Problem, block: Rhythm) -> FoundSchedule | None:
     """Return the schedule that repeats a building block; None if it exceeds the memory."""
     place = problem.placement
     m = problem.microbatches
@@ -300,7 +292,9 @@ def _split(m: int, p: int, random: Random) -> list[int]:
     return sizes
 
 
-def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: int) -> Found | None:
+def _dealt(
+    problem: Problem, forward: list[int], backward: list[int], deeper: int
+) -> FoundSchedule | None:
     """Return the best interleaved schedule with these groups; None if it exceeds the memory.
 
     Args:

@@ -9,7 +9,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import build, entry_of, is_file
 from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import parts_line
@@ -137,7 +137,7 @@ def cut_makers(
     # The recipe is made at once: an unknown name is an error of the command, not of a row.
     def made(name: str, chunks: int | None) -> Make:
         recipe = in_slices(name, ranks, microbatches, costs, cutting=cutting, chunks=chunks)
-        return lambda report: recipe.build(Fixed(costs)).table
+        return lambda report: recipe.build(FixedCosts(costs)).table
 
     makers = dict[str, Make]()
     for name in names:

@@ -10,7 +10,7 @@ from statistics import mean, median
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import Costs, Kind, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.measured.costs import Ran, Spent, StepsRan, spent
+from megapipe.schedule.measured.costs import MeasuredPass, Spent, StepsRan, spent
 from megapipe.schedule.views.lanes import Copied, communication, copied
 from megapipe.training.report.again import Again
 
@@ -165,13 +165,13 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [median(column) for column in zip(*rows, strict=True)]
 
 
-def _summed(ranks: Sequence[Sequence[Ran]]) -> list[Copied]:
+def _summed(ranks: Sequence[Sequence[MeasuredPass]]) -> list[Copied]:
     """Return each rank's total times of copies in one step: out, back, and waits for them.
 
     ranks: [pipeline rank] -> measured copies of the rank.
     """
 
-    def total(row: Sequence[Ran], lane: Lane) -> float:
+    def total(row: Sequence[MeasuredPass], lane: Lane) -> float:
         return sum(x.end - x.begin for x in row if x.item.kind.traits.lane is lane)
 
     found = []

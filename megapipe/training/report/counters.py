@@ -23,7 +23,7 @@ from megapipe.pipeline_parallel.stopwatch import (
 from megapipe.plan import Plan
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.kinds import COPIES
-from megapipe.schedule.measured.costs import Ran, measured_costs
+from megapipe.schedule.measured.costs import MeasuredPass, measured_costs
 from megapipe.schedule.measured.slow import History, Sample, Slow, extremes
 from megapipe.training.report.again import DIFFERS, MEASURED, Again, predict_again
 from megapipe.training.report.compared import (
@@ -82,8 +82,8 @@ class Counters:
         every_step = log.metrics_file is not None
         self._every = 1 if every_step else min(WINDOW, log.log_interval)
         kept = 1 if every_step else READ
-        self._recent: deque[list[list[Ran]]] = deque(maxlen=kept)
-        self._copies: deque[list[list[Ran]]] = deque(maxlen=kept)
+        self._recent: deque[list[list[MeasuredPass]]] = deque(maxlen=kept)
+        self._copies: deque[list[list[MeasuredPass]]] = deque(maxlen=kept)
         self.steps = 0
         self._sampled_at = 0
         self._watches: list[Stopwatch] = []
@@ -94,7 +94,7 @@ class Counters:
         self._again: Again | None = None
         self.predicts_again = False
         # The measured steps so far, until the step is predicted again from them.
-        self._first: list[list[list[Ran]]] = []
+        self._first: list[list[list[MeasuredPass]]] = []
         self.slow: list[Slow] = []
         self.samples: list[Sample] = []
 

@@ -18,7 +18,7 @@ import torch
 from megapipe.config import LogConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.schedule.measured.costs import Ran, in_turn
+from megapipe.schedule.measured.costs import MeasuredPass, in_turn
 
 READS = "batch-generator"
 _NAMES = {
@@ -106,7 +106,7 @@ class Timers:
         self._open.clear()
 
 
-def of_step(row: Sequence[Ran], end: float) -> dict[str, float]:
+def of_step(row: Sequence[MeasuredPass], end: float) -> dict[str, float]:
     """Return {name of a timer: seconds of one step on one rank}.
 
     Args:

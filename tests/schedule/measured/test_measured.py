@@ -6,14 +6,14 @@ import pytest
 
 from megapipe.schedule import Costs, Kind, build, simulate
 from megapipe.schedule.families.offload.copies import with_offload
-from megapipe.schedule.measured.costs import Ran, measured_costs
+from megapipe.schedule.measured.costs import MeasuredPass, measured_costs
 
 
 def ran(schedule, costs, ahead):
     """A step as each rank's clock shows it; rank r's is `ahead[r]` seconds ahead. The overhead is before a pass."""
     time = simulate(schedule, costs)
     return [
-        [Ran(x, time.start[x] + costs.overhead + a, time.end[x] + a) for step in row for x in step]
+        [MeasuredPass(x, time.start[x] + costs.overhead + a, time.end[x] + a) for step in row for x in step]
         for row, a in zip(schedule.ranks, ahead, strict=True)
     ]
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megapipe.schedule import Costs, Kind, build
-from megapipe.schedule.measured.costs import Ran, measured_costs, spent
+from megapipe.schedule.measured.costs import MeasuredPass, measured_costs, spent
 from megapipe.schedule.measured.slow import History, Sample, extremes
 from megapipe.schedule.simulate import simulate
 
@@ -27,7 +27,7 @@ class Silent(random.Random):
         return 1.0
 
 
-def step(noise: random.Random, slower=(), later=()) -> list[list[Ran]]:
+def step(noise: random.Random, slower=(), later=()) -> list[list[MeasuredPass]]:
     """1F1B on 4 ranks as noisy passes and messages play it: F 10 ms, BW 20 ms, a link 0.2 ms, hiccups of 20 ms."""
     place, ends, rows, free = SCHEDULE.placement, {}, [[] for _ in RANKS], [0.0] * 4
     left = [[x for (x,) in row] for row in SCHEDULE.ranks]
@@ -44,7 +44,7 @@ def step(noise: random.Random, slower=(), later=()) -> list[list[Ran]]:
                 begin = max(free[rank], ends[needs] + lag if source is not None else 0.0)
                 took = (0.01 if item.kind is Kind.F else 0.02) * noise.lognormvariate(0, 0.1)
                 took = took * (1.5 if rank in slower else 1) + 0.02 * (noise.random() < 0.02)
-                rows[rank].append(Ran(item, begin, begin + took, begin - free[rank]))
+                rows[rank].append(MeasuredPass(item, begin, begin + took, begin - free[rank]))
                 free[rank] = ends[(item.kind, item.stage, item.microbatch)] = begin + took
                 row.pop(0)
     return rows
@@ -113,7 +113,7 @@ def test_what_ranks_spend_is_what_the_clock_says(name):
     for rank, row in enumerate(schedule.ranks):
         last, ran = 0.0, []
         for pair in row:
-            ran += [Ran(x, time.start[x], time.end[x], time.start[x] - last) for x in pair]
+            ran += [MeasuredPass(x, time.start[x], time.end[x], time.start[x] - last) for x in pair]
             last = time.end[pair[-1]]
         mine = spent(ran)
         assert (mine.busy, mine.span) == (pytest.approx(time.busy[rank]), pytest.approx(time.span[rank]))

@@ -23,7 +23,7 @@ from megapipe.flags.parse import parse
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, from_csv, simulate, to_csv
 from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import ATTENTION, SHARES
-from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.shapes.slices.slices import slices
 from megapipe.schedule.views.compare import measure
 from megapipe.schedule.views.features.sliced import in_slices
@@ -211,7 +211,7 @@ def port(request: pytest.FixtureRequest) -> dict[str, Any]:
 def made(name: str, v: int, p: int, m: int, costs: Costs, n: int) -> Schedule:
     if n == 1:
         return build(name, p, m, chunks=v, costs=costs)
-    return in_slices(name, p, m, costs, cutting=Cutting(n), chunks=v).build(Fixed(costs)).table
+    return in_slices(name, p, m, costs, cutting=Cutting(n), chunks=v).build(FixedCosts(costs)).table
 
 
 def test_the_page_counts_as_the_library_does(port):

@@ -16,7 +16,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Costs, Pass, build
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.measured.costs import Ran
+from megapipe.schedule.measured.costs import MeasuredPass
 from megapipe.training.report.again import predict_again
 
 TABLE = build("1f1b", 2, 2)
@@ -26,11 +26,11 @@ FIRST = [("F", 0, 0, 0, 2), ("F", 1, 2.25, 2.25, 4.25), ("BW", 0, 4.5, 12, 15), 
 SECOND = [("F", 0, 0, 2.5, 6.5), ("BW", 0, 6.75, 6.75, 11.75), ("F", 1, 12, 12, 16), ("BW", 1, 16.25, 16.25, 21.25)]
 
 
-def ran(stage: int, rows, clock: float = 0.0) -> list[Ran]:
+def ran(stage: int, rows, clock: float = 0.0) -> list[MeasuredPass]:
     """The passes of a rank, whose clock is ahead by some seconds."""
     found = []
     for kind, n, asked, begin, end in rows:
-        found.append(Ran(Pass(Kind(kind), stage, n), begin + clock, end + clock, begin - asked))
+        found.append(MeasuredPass(Pass(Kind(kind), stage, n), begin + clock, end + clock, begin - asked))
     return found
 
 

@@ -7,7 +7,7 @@ from megapipe.distributed.axis import CPU
 from megapipe.pipeline_parallel.passes.begin import Begun
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Kind, Pass
-from megapipe.schedule.measured.costs import Ran, Spent
+from megapipe.schedule.measured.costs import MeasuredPass, Spent
 from megapipe.schedule.views.lanes import Copied
 from megapipe.training.report.compared import Measured
 from megapipe.training.report.numbers import PASSES, fields
@@ -30,4 +30,4 @@ def test_a_copy_is_exposed_while_its_call_and_the_wait_for_it_keep_passes_from_r
     item = Pass(Kind.L, 0, 3)
     begun = watch.copying(item, watch.mark(), Begun(lambda: None, lambda: (2.2, 6.9)))
     assert begun.wait() is None
-    assert watch.copied() == [Ran(item, 2.2, 6.9, waited=0.5 + 3.0)]
+    assert watch.copied() == [MeasuredPass(item, 2.2, 6.9, waited=0.5 + 3.0)]

@@ -15,14 +15,14 @@ from megapipe.data.build import Datasets
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.schedule import Kind, Pass
-from megapipe.schedule.measured.costs import Ran
+from megapipe.schedule.measured.costs import MeasuredPass
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training
 from megapipe.training.report.timers import of_step, text
 
 
-def ran(name: str, begin: float, end: float, waited: float = 0.0) -> Ran:
-    return Ran(Pass(Kind(name[1:-1]), int(name[0]), int(name[-1])), begin, end, waited)
+def ran(name: str, begin: float, end: float, waited: float = 0.0) -> MeasuredPass:
+    return MeasuredPass(Pass(Kind(name[1:-1]), int(name[0]), int(name[-1])), begin, end, waited)
 
 
 def test_passes_waits_and_the_update_are_added_up_by_megatrons_names():

@@ -17,7 +17,7 @@ from megapipe.distributed.axis import CPU
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
 from megapipe.schedule import Costs, Schedule
-from megapipe.schedule.measured.costs import Ran
+from megapipe.schedule.measured.costs import MeasuredPass
 from tools.bench.emulate.device import sharpen_sleep
 from tools.bench.emulate.runs import Ours, Runner, Torchs
 
@@ -99,7 +99,7 @@ def _step(runner: Runner) -> list[list[float]]:
     return world.all_gather(mine).tolist()
 
 
-def _passes(runner: Runner) -> list[list[Ran]]:
+def _passes(runner: Runner) -> list[list[MeasuredPass]]:
     """The passes of every rank in one step."""
     runner.watch = watch = Stopwatch(CPU, runner.schedule)
     _step(runner)

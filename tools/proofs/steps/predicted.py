@@ -47,7 +47,7 @@ from megapipe.flags.parse import parse, run
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.stopwatch import ran_by_all
 from megapipe.plan import Plan, make_plan
-from megapipe.schedule.measured.costs import Ran as Measured
+from megapipe.schedule.measured.costs import MeasuredPass
 from megapipe.training.forward_step import forward_step
 from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.pretrain import Training
@@ -93,7 +93,7 @@ class Ran:
     """
 
     rows: list[dict[str, Any]]
-    steps: list[list[list[Measured]]]
+    steps: list[list[list[MeasuredPass]]]
     waited: float
 
 
@@ -158,7 +158,7 @@ class Passes(Callback):
     """Collects the passes of all ranks in the steps from LATER on."""
 
     def __init__(self) -> None:
-        self.steps: list[list[list[Measured]]] = []
+        self.steps: list[list[list[MeasuredPass]]] = []
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if run.progress.iteration >= LATER:

@@ -19,7 +19,7 @@ from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.offload.weigh import HAIR
 from megapipe.schedule.families.sharding.sharded import whole_at_most
-from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.recipe import Recipe
 
 
@@ -103,4 +103,4 @@ def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
     if any(max(held[s] for s in place.stages_on(rank)) > most for rank, most in enumerate(rooms)):
         raise ScheduleError("a rank has no room for one microbatch of a stage")
     recipe = Recipe(schedule.name, offload=Offload("fits", tries=0, most=room.most))
-    return replace(plan, schedule=recipe.finish(schedule, Fixed(costs, rooms)).table)
+    return replace(plan, schedule=recipe.finish(schedule, FixedCosts(costs, rooms)).table)

@@ -24,7 +24,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import COPIES, Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Shared, Step, with_steps
-from megapipe.schedule.simulate import Clock, run_clock
+from megapipe.schedule.simulate import SimulatedTimes, run_clock
 
 Chosen = Collection[tuple[int, int]]
 """(stage, microbatch), or (stage, number of the slice among all slices)."""
@@ -129,7 +129,7 @@ def sharing(schedule: Schedule, costs: Costs, groups: Sequence[tuple[int, ...]])
     return replace(schedule, shared=(*schedule.shared, *shared))
 
 
-def longest(schedule: Schedule, clock: Clock, share: float) -> frozenset[tuple[int, int]]:
+def longest(schedule: Schedule, clock: SimulatedTimes, share: float) -> frozenset[tuple[int, int]]:
     """Return the (stage, microbatch or slice) held longest between forward and backward.
 
     Args:
@@ -210,7 +210,9 @@ class _Copy:
         return (self.of._replace(kind=kind),)
 
 
-def _copies(ranks: Sequence[int], schedule: Schedule, clock: Clock, wanted: Chosen) -> list[_Copy]:
+def _copies(
+    ranks: Sequence[int], schedule: Schedule, clock: SimulatedTimes, wanted: Chosen
+) -> list[_Copy]:
     """Return a `_Copy` for each chosen activation of some ranks.
 
     Args:
@@ -235,7 +237,7 @@ def _copies(ranks: Sequence[int], schedule: Schedule, clock: Clock, wanted: Chos
 def _put_copies(
     ranks: Sequence[int],
     schedule: Schedule,
-    clock: Clock,
+    clock: SimulatedTimes,
     costs: Costs,
     wanted: Chosen,
     *,

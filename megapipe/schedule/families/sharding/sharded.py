@@ -31,7 +31,7 @@ from megapipe.schedule.families.sharding.whole import borrowers
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.memory.limits import within
 from megapipe.schedule.passes import Schedule, Step, with_steps
-from megapipe.schedule.simulate import Clock, run_clock, simulate
+from megapipe.schedule.simulate import SimulatedTimes, run_clock, simulate
 
 _AS_FAST = 1.01  # times the best time still count as the best
 _MANY = 4096
@@ -303,7 +303,7 @@ def _refuse(schedule: Schedule) -> None:
 
 
 def _row(
-    schedule: Schedule, rank: int, clock: Clock, costs: Costs, living: Living
+    schedule: Schedule, rank: int, clock: SimulatedTimes, costs: Costs, living: Living
 ) -> tuple[Step, ...]:
     """Return a rank's row with gathers and reductions inserted.
 

@@ -9,7 +9,7 @@ from megapipe.notebook import aligned
 from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.core.bound import paired_bound
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.ingredients import Fixed, Pairing, refuse_idle
+from megapipe.schedule.ingredients import FixedCosts, Pairing, refuse_idle
 from megapipe.schedule.passes import Schedule, overlaps, unpaired
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import simulate
@@ -119,7 +119,7 @@ def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]
         table: the table without pairs.
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
     """
-    made = Recipe(table.name, table=table, pairs=Pairing()).build(Fixed(costs, memory)).table
+    made = Recipe(table.name, table=table, pairs=Pairing()).build(FixedCosts(costs, memory)).table
     alone = simulate(unpaired(table), costs)
     time = simulate(made, costs)
     both = sum(overlaps(step) for step in made.steps())

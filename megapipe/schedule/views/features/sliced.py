@@ -10,7 +10,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.core.cuts import Cutting, shares
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.ingredients import Fixed, Search, placements
+from megapipe.schedule.ingredients import FixedCosts, Search, placements
 from megapipe.schedule.memory.held import memory_steps
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import SLICED
@@ -81,7 +81,7 @@ def references(
     if cutting.documents > 1:
         alone = replace(cutting, documents=1)
         recipe = in_slices(name, ranks, microbatches, costs, cutting=alone, chunks=chunks)
-        tables["in one document"] = recipe.build(Fixed(costs)).table
+        tables["in one document"] = recipe.build(FixedCosts(costs)).table
     if is_file(name):
         tables["undivided"] = load(name)
     elif name.lower() not in SLICED and ranks and microbatches:
