@@ -16,7 +16,7 @@ from megapipe.schedule import Costs, Placement, Schedule
 
 
 @dataclass(frozen=True)
-class Draft:
+class PlanDraft:
     """A plan whose schedule is still being made. The draft returns the costs of any schedule.
 
     A `Recipe` makes the schedule (a table of passes) step by step, and calls `costs` and `room`

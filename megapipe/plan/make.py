@@ -13,8 +13,9 @@ All ranks make the same plan before any process group exists. In this order:
     table    the rest of the recipe: moved activations, shards, the passes of the step.
 
 A split is judged by a table, so the chain comes first. Bytes of a stage follow from the split, so
-everything that is chosen by bytes comes after it. A `Draft` prices the stages of any table on the
-way. Parts that not all plans have, such as families of passes, are in `PARTS`; none is named here.
+everything that is chosen by bytes comes after it. A `PlanDraft` prices the stages of any table on
+the way. Parts that not all plans have, such as families of passes, are in `PARTS`; none is named
+here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
 from megapipe.partition.spans import nearly_even
 from megapipe.plan.auto import Judge, as_they_are, search
-from megapipe.plan.draft import Draft
+from megapipe.plan.draft import PlanDraft
 from megapipe.plan.layers import Gathers
 from megapipe.plan.part import NothingToDo
 from megapipe.plan.parts import PARTS, own_parts
@@ -72,7 +73,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
         if best is not None:
             return best
     recipe = recipe_of(config, moves=moves)
-    draft = Draft(config, _empty(config, work), work.depths)
+    draft = PlanDraft(config, _empty(config, work), work.depths)
     chain = _chain(config, recipe, draft)
     draft = _as_searched(draft, chain.placement)
     if recomputes:
@@ -142,7 +143,7 @@ def _without_passes(place: Placement) -> Schedule:
     return Schedule("", place, 1, ((),) * place.num_ranks)
 
 
-def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
+def _chain(config: Config, recipe: Recipe, draft: PlanDraft) -> Schedule:
     """Return the table with the passes of the main model's layers only.
 
     Overlapped pairs of passes, multi-token prediction and a split vocabulary are added later.
@@ -160,12 +161,12 @@ def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
         return replace(recipe, table=schedule_of(config, recipe.microbatches)).chain(draft)
 
 
-def _as_searched(draft: Draft, place: Placement) -> Draft:
+def _as_searched(draft: PlanDraft, place: Placement) -> PlanDraft:
     """Return the draft with a fixed number of layers on each stage: its split for a placement."""
     return replace(draft, counts=draft.plan(_without_passes(place)).counts)
 
 
-def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Plan:
+def _settled(draft: PlanDraft, chain: Schedule, make: Callable[[PlanDraft], Plan]) -> Plan:
     """Return a plan whose costs count the microbatches that its own table recomputes.
 
     Which microbatches recompute depends on how many are in flight in the table. The table may
@@ -190,7 +191,7 @@ def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Pl
     return plan
 
 
-def _keeping(draft: Draft, table: Schedule, *, falls: bool = True) -> Draft:
+def _keeping(draft: PlanDraft, table: Schedule, *, falls: bool = True) -> PlanDraft:
     """Return the draft with the number of microbatches that recompute nothing, for each stage.
 
     The number follows from --num-microbatches-with-partial-activation-checkpoints. Without that
@@ -218,7 +219,7 @@ def _keeping(draft: Draft, table: Schedule, *, falls: bool = True) -> Draft:
     return replace(draft, base=replace(draft.base, pieces=counted))
 
 
-def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
+def _best_split(draft: PlanDraft, recipe: Recipe, chain: Schedule) -> Plan:
     """Return the finished plan with the best choice of ranks for multi-token prediction.
 
     Other choices, such as the layers of each stage, are made for each of these.
@@ -236,7 +237,7 @@ def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
     return _finished(best, made, plan.schedule)
 
 
-def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe, Plan]:
+def _split(draft: PlanDraft, recipe: Recipe, chain: Schedule) -> tuple[PlanDraft, Recipe, Plan]:
     """Add passes to a table, and choose the layers of each stage if the layout is `auto`.
 
     Overlapped pairs, multi-token prediction and a shared vocabulary are added as the recipe says.
@@ -284,7 +285,7 @@ def _rank(plan: Plan, config: Config) -> tuple[bool, float]:
     return limit is not None and max(plan.peak_bytes) > limit * GIB, plan.timeline.makespan
 
 
-def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
+def _with_ends(recipe: Recipe, chain: Schedule, draft: PlanDraft) -> Schedule:
     """Return `chain` with overlapped pairs, multi-token prediction and split vocabulary.
 
     Args:
@@ -297,7 +298,7 @@ def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
     return recipe.with_ends(paired, draft)
 
 
-def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
+def _finished(draft: PlanDraft, recipe: Recipe, table: Schedule) -> Plan:
     """Return the plan of a table, after adding offload and sharding as the recipe says.
 
     Args:
@@ -356,7 +357,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         recipe = replace(recipe, search=replace(recipe.search, placements=(main,)))
     # Back to what `plan_of` begins with, but with the layers where they are.
     base = replace(plan, pieces=replace(plan.pieces, depths=()), own=own_parts(config))
-    draft = Draft(config, base, plan.pieces.depths, plan.counts)
+    draft = PlanDraft(config, base, plan.pieces.depths, plan.counts)
     chain = _chain(config, recipe, draft)
     # A user's function may return other stages for another number of microbatches.
     if chain.placement != main:
@@ -369,7 +370,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     return _settled(draft, chain, make) if base.pieces.kept else make(draft)
 
 
-def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
+def _of_few(draft: PlanDraft, recipe: Recipe, chain: Schedule) -> Plan:
     """Return the plan of a batch that may be too small for some settings of the recipe.
 
     If it is too small for a setting, such as offload, the plan is made without it.

@@ -17,7 +17,7 @@ import pytest
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main
-from megapipe.commands.plan.search.asked import Asked
+from megapipe.commands.plan.search.asked import SearchRestrictions
 from megapipe.commands.plan.search.report import flags_of, report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
@@ -93,7 +93,7 @@ def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the
         plans = (x for x in found.best.values() if x.config.data_parallel_size > 1)
         return min(x.parts["gradient sums"] for x in plans if "sharding" not in x.plan.own)
 
-    asked = Asked(without=frozenset(["hiding"]))
+    asked = SearchRestrictions(without=frozenset(["hiding"]))
     shown = search(parse(Config, flags), 2, Machine(0.02 * GIB), replace(SLOW, inside=1e10), 1000, asked=asked)
     assert first.parts["gradient sums"] < of_zero_1(shown)
     assert of_zero_1(found) < of_zero_1(shown)

@@ -18,11 +18,11 @@ from megapipe.checks.vocabulary import vocabulary, vocabulary_problems, with_voc
 from megapipe.commands.main import tell
 from megapipe.commands.plan.one_change import one_change, one_change_of
 from megapipe.commands.plan.parts import parts, parts_table
-from megapipe.commands.plan.search.asked import Asked, asked_of
+from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.report import (
-    Yours,
+    UserPlan,
     best_of,
     flags_of,
     left_out,
@@ -279,7 +279,7 @@ class _Sought(NamedTuple):
 
     config: Config
     devices: int
-    asked: Asked
+    asked: SearchRestrictions
 
 
 def _sought(own: Config, flags: Flags) -> _Sought:
@@ -368,10 +368,10 @@ def _left_out(argv: Sequence[str], config: Config) -> list[str]:
     return left_out(given, config)
 
 
-def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machine) -> Yours:
+def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machine) -> UserPlan:
     """Return the plan of the user's own flags, for comparison.
 
-    The result is empty, `Yours()`, if no flag gives a layout such as
+    The result is empty, `UserPlan()`, if no flag gives a layout such as
     --pipeline-model-parallel-size.
 
     Args:
@@ -380,7 +380,7 @@ def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machi
         machine: the memory of a device and of a host.
     """
     if own.parallel == ParallelConfig() and own.batch.micro_batch_size is None:
-        return Yours()
+        return UserPlan()
     # Plans of the search have no measured times, and this one is compared with them.
     config = replace(own.with_fields(pipeline_costs=None), world_size=devices)
     try:
@@ -388,9 +388,9 @@ def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machi
             raise ConfigError(problems)
         config = with_vocabulary(config.with_batch(config.global_batch_size), vocab)
         mine = of_run(config, device)
-        return Yours(mine, changes=tuple(one_change(mine, device, machine)))
+        return UserPlan(mine, changes=tuple(one_change(mine, device, machine)))
     except (ConfigError, ScheduleError) as error:
-        return Yours(refused=" ".join(str(error).split()))
+        return UserPlan(refused=" ".join(str(error).split()))
 
 
 def save_costs(costs: Costs, path: str) -> None:

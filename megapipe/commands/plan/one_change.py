@@ -17,7 +17,7 @@ from megapipe.config.notes import flag
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import GIB, Plan
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.step import Timed, timed
+from megapipe.plan.seconds.step import TimedPlan, timed
 from megapipe.plan.table import gathered_bytes
 from megapipe.schedule import SCHEDULES
 
@@ -31,7 +31,7 @@ _PASSES = 4096
 """The largest number of forwards of a table: larger ones take seconds for each change."""
 
 
-def one_change(mine: Timed, device: Device, machine: Machine) -> list[str]:
+def one_change(mine: TimedPlan, device: Device, machine: Machine) -> list[str]:
     """Return lines on the changes of one flag that shorten a step most: at most three.
 
     Of each flag the best value counts, and a bucket size brings the flag that it needs. A run has

@@ -10,7 +10,7 @@ from megapipe.config import Config, ModelConfig
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.flops import flops_per_token
-from megapipe.plan.seconds.step import Timed, timed
+from megapipe.plan.seconds.step import TimedPlan, timed
 from megapipe.plan.state import GIB
 from megapipe.plan.table import checkpoint_bytes
 from megapipe.schedule import Kind
@@ -100,7 +100,7 @@ def in_short(found: dict[str, Any]) -> str:
     )
 
 
-def numbers(one: Timed, device: Device) -> dict[str, Any]:
+def numbers(one: TimedPlan, device: Device) -> dict[str, Any]:
     """Return the predicted speed of a plan: {name: number}.
 
     Args:

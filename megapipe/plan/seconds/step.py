@@ -34,7 +34,7 @@ A run chooses by its own table.
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedPlan:
     """A plan with the predicted seconds of its step.
 
     `layout` returns the sizes of the plan's parallelism, `moves` whether it offloads activations,
@@ -87,7 +87,7 @@ def layout_of(config: Config) -> Layout:
     return (*sizes, config.batch.micro_batch, par.expert_model_parallel_size, par.etp)
 
 
-def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> Timed:
+def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> TimedPlan:
     """Return a plan with the predicted seconds of its step.
 
     Args:
@@ -139,7 +139,7 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
         UPDATE: updated,
     }
     peak = max(map(add, held, plan.state_bytes))
-    return Timed(config, plan, schedule.name, makespan + at_end + updated, peak, parts)
+    return TimedPlan(config, plan, schedule.name, makespan + at_end + updated, peak, parts)
 
 
 def _end(clock: SimulatedTimes) -> float:

@@ -25,7 +25,7 @@ from megapipe.flags.parse import run as start
 from megapipe.plan import GIB
 from megapipe.plan.seconds.device import DEVICES
 from megapipe.plan.seconds.page import numbers
-from megapipe.plan.seconds.step import Timed
+from megapipe.plan.seconds.step import TimedPlan
 from tools.bench.published.models import COMMON
 from tools.bench.published.runs import RUNS, Run
 
@@ -87,7 +87,7 @@ def _narayanan_flops(config: Config) -> float:
     return per_layer * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
 
 
-def best_plan(run: Run, config: Config, most: float) -> Timed | None:
+def best_plan(run: Run, config: Config, most: float) -> TimedPlan | None:
     """Return the best plan that a search finds for a run's model, devices and batch.
 
     Args:
@@ -113,7 +113,7 @@ def best_plan(run: Run, config: Config, most: float) -> Timed | None:
     return next(iter(best_of(found)), None)
 
 
-def layout_in_words(plan: Timed) -> str:
+def layout_in_words(plan: TimedPlan) -> str:
     """Return layout, schedule and recomputation of a plan."""
     tp, _, pp, micro, ep, etp = plan.layout
     text = f"tp {tp}, pp {pp}, "
@@ -129,7 +129,7 @@ def layout_in_words(plan: Timed) -> str:
     return text
 
 
-def why_faster(theirs: Timed, best: Timed) -> str:
+def why_faster(theirs: TimedPlan, best: TimedPlan) -> str:
     """Return the causes that save most seconds, as shares of their step."""
     saved = {name: (theirs.parts[name] - best.parts[name]) / theirs.step for name in best.parts}
     most = sorted(saved.items(), key=lambda item: -item[1])[:2]

@@ -28,7 +28,7 @@ _MOST = 100_000
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchRestrictions:
     """The restrictions of a search by --fix, --among and --without.
 
     An axis is a property that the search chooses, such as tp, pp or schedule.
@@ -70,7 +70,7 @@ class Asked:
         return name not in self.without and self.allows(schedule=name)
 
 
-ANYTHING = Asked()
+ANYTHING = SearchRestrictions()
 
 
 def _word(value: object) -> str:
@@ -82,7 +82,7 @@ def _word(value: object) -> str:
 
 def asked_of(
     fix: tuple[str, ...], among: tuple[str, ...], without: tuple[str, ...], own: Config
-) -> Asked:
+) -> SearchRestrictions:
     """Return the restrictions by --fix, --among and --without.
 
     Args:
@@ -125,7 +125,7 @@ def asked_of(
         raise ConfigError(problems)
     mine = own_values(own)
     chosen |= {axis: frozenset([mine[axis]]) for axis in fix}
-    return Asked(chosen, frozenset(without))
+    return SearchRestrictions(chosen, frozenset(without))
 
 
 def own_values(own: Config) -> dict[str, str]:

@@ -10,7 +10,7 @@ from megapipe.errors import ScheduleError
 from megapipe.plan import GIB, pieces_of, plan_of
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import replicas, ring
-from megapipe.plan.seconds.step import Timed, timed
+from megapipe.plan.seconds.step import TimedPlan, timed
 from megapipe.schedule import SCHEDULES
 
 SEARCHES = next(name for name, entry in SCHEDULES.items() if entry.searched)
@@ -19,7 +19,7 @@ _TRIES = 12
 """Limits that are tried until a plan fits."""
 
 
-def as_run(config: Config, device: Device, memory: float, *, moves: bool) -> Timed:
+def as_run(config: Config, device: Device, memory: float, *, moves: bool) -> TimedPlan:
     """Return the plan that a run with these flags makes, with the times of its step.
 
     Args:
@@ -45,13 +45,13 @@ def as_run(config: Config, device: Device, memory: float, *, moves: bool) -> Tim
     raise ScheduleError(f"no limit makes this plan fit in {memory / GIB:g} GiB")
 
 
-def of_run(config: Config, device: Device) -> Timed:
+def of_run(config: Config, device: Device) -> TimedPlan:
     """Return the plan that a run with this configuration makes, with the times of its step."""
     plan = plan_of(config, pieces_of(config, config.model), recomputes=True)
     return replace(timed(plan, config, device), peak=max(plan.peak_bytes))
 
 
-def any_order(config: Config, device: Device, memory: float) -> Timed:
+def any_order(config: Config, device: Device, memory: float) -> TimedPlan:
     """Return the plan of these flags under a schedule that zb-auto searches, with its step time.
 
     If the plan does not fit, single activations are offloaded or recomputed.

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import islice
 from math import inf
 
-from megapipe.commands.plan.search.asked import Asked
-from megapipe.commands.plan.search.screen import Candidate, Screen, Sketch
+from megapipe.commands.plan.search.asked import SearchRestrictions
+from megapipe.commands.plan.search.screen import Candidate, ExtrapolatedPlan, Screen
 from megapipe.schedule.catalogue import PLAIN
 
 _USUAL = {"micro": "1", "recompute": "none", "sharding": "no", "schedule": PLAIN}
@@ -16,7 +16,7 @@ _TRIES = 60
 """The most plans that are tried."""
 
 
-def usual(asked: Asked) -> Asked | None:
+def usual(asked: SearchRestrictions) -> SearchRestrictions | None:
     """Return the user's restrictions, narrowed to usual plans.
 
     A usual plan has 1F1B and one sequence in a microbatch, and neither recomputes nor shards
@@ -28,10 +28,10 @@ def usual(asked: Asked) -> Asked | None:
     }
     if not all(allowed.values()) or PLAIN in asked.without:
         return None
-    return Asked({**asked.among, **allowed}, asked.without)
+    return SearchRestrictions({**asked.among, **allowed}, asked.without)
 
 
-def first_that_fits(candidates: Iterable[Candidate], screen: Screen) -> Sketch | None:
+def first_that_fits(candidates: Iterable[Candidate], screen: Screen) -> ExtrapolatedPlan | None:
     """Return the first candidate that fits in memory; None if none of them does.
 
     Args:
@@ -40,6 +40,6 @@ def first_that_fits(candidates: Iterable[Candidate], screen: Screen) -> Sketch |
     """
     for candidate in islice(candidates, _TRIES):
         judged = screen.judge(candidate, inf)
-        if isinstance(judged, Sketch):
+        if isinstance(judged, ExtrapolatedPlan):
             return judged
     return None

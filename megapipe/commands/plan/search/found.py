@@ -12,13 +12,13 @@ from megapipe.commands.plan.search.screen import (
     OUT_OF_MEMORY,
     SLOWER,
     Candidate,
+    ExtrapolatedPlan,
     Kind,
-    Out,
-    Sketch,
+    Rejection,
     kind_of,
 )
 from megapipe.commands.plan.verdict import Machine
-from megapipe.plan.seconds.step import Layout, Timed
+from megapipe.plan.seconds.step import Layout, TimedPlan
 
 OF_KIND = 4
 """Layouts of each kind that the search keeps."""
@@ -67,12 +67,12 @@ class Search:
         stopped: whether the user interrupted the search.
     """
 
-    sketches: dict[tuple[Layout, Kind, bool], Sketch] = field(default_factory=dict)
-    best: dict[tuple[Layout, Kind, bool], Timed] = field(default_factory=dict)
-    plain: Timed | None = None
+    sketches: dict[tuple[Layout, Kind, bool], ExtrapolatedPlan] = field(default_factory=dict)
+    best: dict[tuple[Layout, Kind, bool], TimedPlan] = field(default_factory=dict)
+    plain: TimedPlan | None = None
     tight: list[Candidate] = field(default_factory=list)
     least: tuple[float, Candidate | None] = (inf, None)
-    nearest: Timed | None = None
+    nearest: TimedPlan | None = None
     lost: Counter[str] = field(default_factory=Counter)
     stopped: bool = False
 
@@ -94,14 +94,14 @@ class Search:
                 last[kind] = sorted(of_layouts.values())[OF_KIND - 1]
         return Limits(steps, last)
 
-    def note(self, candidate: Candidate, answer: Sketch | Out) -> None:
+    def note(self, candidate: Candidate, answer: ExtrapolatedPlan | Rejection) -> None:
         """Store the result of a candidate.
 
         Args:
             candidate: the plan that was tried.
             answer: the plan with its step if it fits, or why it was rejected.
         """
-        if isinstance(answer, Out):
+        if isinstance(answer, Rejection):
             if answer.peak < self.least[0]:
                 self.least = answer.peak, candidate
             if answer.movable and answer.step is not None:
@@ -111,7 +111,7 @@ class Search:
         else:
             self.keep(answer)
 
-    def keep(self, sketch: Sketch) -> None:
+    def keep(self, sketch: ExtrapolatedPlan) -> None:
         """Store a plan that fits, unless a faster one of the same layout and kind is stored.
 
         Args:
@@ -123,7 +123,7 @@ class Search:
             self.sketches[key] = sketch
         self.lost[SLOWER] += other is not None
 
-    def take(self, made: Timed | None, machine: Machine) -> None:
+    def take(self, made: TimedPlan | None, machine: Machine) -> None:
         """Store a finished plan if it fits and is the best of its layout and kind.
 
         Args:

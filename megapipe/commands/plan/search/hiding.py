@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megapipe.checks.run import flag_problems
-from megapipe.commands.plan.search.asked import Asked
+from megapipe.commands.plan.search.asked import SearchRestrictions
 from megapipe.commands.plan.search.cells import short
-from megapipe.commands.plan.search.screen import Sketch
+from megapipe.commands.plan.search.screen import ExtrapolatedPlan
 from megapipe.config import Config, ParallelConfig
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import CONTEXT, EXPERTS, TENSOR
-from megapipe.plan.seconds.step import Timed, timed
+from megapipe.plan.seconds.step import TimedPlan, timed
 
 TRIED = 4
 """Layouts that are tried with pairs, and with --tp-comm-overlap."""
@@ -48,7 +48,7 @@ def overlapped(config: Config) -> Config:
     )
 
 
-def with_fewest_flags(made: Timed, own: ParallelConfig, device: Device) -> Timed:
+def with_fewest_flags(made: TimedPlan, own: ParallelConfig, device: Device) -> TimedPlan:
     """Return the plan without those flags of OVERLAP that do not shorten its step.
 
     Args:
@@ -64,7 +64,9 @@ def with_fewest_flags(made: Timed, own: ParallelConfig, device: Device) -> Timed
     return made
 
 
-def hiding(ranked: Iterable[Sketch], asked: Asked) -> Iterator[Sketch]:
+def hiding(
+    ranked: Iterable[ExtrapolatedPlan], asked: SearchRestrictions
+) -> Iterator[ExtrapolatedPlan]:
     """Yield plans of a search again, with flags that overlap their communication with passes.
 
     A run may refuse some of these plans. The step time stays unchanged.
@@ -83,14 +85,16 @@ def hiding(ranked: Iterable[Sketch], asked: Asked) -> Iterator[Sketch]:
         yield from _legal(x, x.config.with_fields(tp_comm_overlap=True))
 
 
-def _promising(plans: Iterable[Sketch], causes: tuple[str, ...]) -> list[Sketch]:
+def _promising(
+    plans: Iterable[ExtrapolatedPlan], causes: tuple[str, ...]
+) -> list[ExtrapolatedPlan]:
     """Return the plans that would have the shortest steps without the time of these causes."""
     lost = [(x, sum(x.parts[cause] for cause in causes)) for x in plans]
     ordered = sorted((x.step - seconds, n) for n, (x, seconds) in enumerate(lost) if seconds > 0)
     return [lost[n][0] for _, n in ordered[:TRIED]]
 
 
-def _legal(x: Sketch, config: Config) -> Iterator[Sketch]:
+def _legal(x: ExtrapolatedPlan, config: Config) -> Iterator[ExtrapolatedPlan]:
     """Yield the plan with this configuration, unless a run refuses it."""
     # A short batch has the same problems, and a small table is checked sooner.
     if not flag_problems(short(config, 1)):

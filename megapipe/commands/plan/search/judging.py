@@ -11,10 +11,10 @@ from megapipe.commands.plan.search.found import Limits, Search
 from megapipe.commands.plan.search.screen import (
     SLOWER,
     Candidate,
+    ExtrapolatedPlan,
     Kind,
-    Out,
+    Rejection,
     Screen,
-    Sketch,
     kind_of,
 )
 from megapipe.commands.plan.search.workers import Workers
@@ -68,7 +68,7 @@ class Learned:
         """Estimate the seconds of a plan's step from similar plans that were tried."""
         return max(x.least, x.work * self.ratios.get(self.key(x), 0.0))
 
-    def note(self, x: Candidate, answer: Sketch | Out) -> None:
+    def note(self, x: Candidate, answer: ExtrapolatedPlan | Rejection) -> None:
         """Remember a plan's ratio of step time to work, by which similar plans are estimated.
 
         Args:
@@ -174,7 +174,7 @@ class Judging:
             self.learned.note(x, answer)
 
 
-def _answer(screen: Screen, question: tuple[Candidate, float]) -> Sketch | Out:
+def _answer(screen: Screen, question: tuple[Candidate, float]) -> ExtrapolatedPlan | Rejection:
     return screen.judge(*question)
 
 

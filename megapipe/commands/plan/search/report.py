@@ -16,7 +16,7 @@ from megapipe.errors import ConfigError
 from megapipe.flags.flag import flags_of as all_flags
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.page import digest, in_short, numbers, recomputes
-from megapipe.plan.seconds.step import Timed
+from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule import Kind
 
 _ALWAYS = (
@@ -71,7 +71,7 @@ def _none(_: Config) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Yours:
+class UserPlan:
     """The plan of the user's own flags, to compare with the plans of a search.
 
     Attributes:
@@ -80,12 +80,12 @@ class Yours:
         changes: lines on changes of one flag that shorten its step.
     """
 
-    plan: Timed | None = None
+    plan: TimedPlan | None = None
     refused: str = ""
     changes: tuple[str, ...] = ()
 
 
-def best_of(found: Search) -> list[Timed]:
+def best_of(found: Search) -> list[TimedPlan]:
     """Return about ten plans, fastest first: the best of each kind, the lean ones, then others.
 
     A kind is (whether weights are sharded, whether there is a pipeline, whether single activations
@@ -95,7 +95,7 @@ def best_of(found: Search) -> list[Timed]:
         found: the result of the search.
     """
     ranked = sorted(found.best.values(), key=lambda x: x.step)
-    first: dict[tuple[object, ...], Timed] = {}
+    first: dict[tuple[object, ...], TimedPlan] = {}
     for x in ranked:
         first.setdefault((*kind_of(x.config), x.moves), x)
     chosen = {id(x): x for x in (*first.values(), *leaner(ranked))}
@@ -110,7 +110,7 @@ def report(
     found: Search,
     machine: Machine,
     device: Device | None = None,
-    yours: Yours | None = None,
+    yours: UserPlan | None = None,
     undone: LeftOut = _none,
 ) -> str:
     """Return the text with the best plans, their flags to paste, and why the others are out.
@@ -159,7 +159,7 @@ def _notes(found: Search) -> list[str]:
     return [RESERVED, *[HOST] * bool(found.best or found.lost[NO_HOST])]
 
 
-def _slower(x: Timed, first: Timed) -> str:
+def _slower(x: TimedPlan, first: TimedPlan) -> str:
     """Return a text: how much slower `x` is than `first`, and which cause adds most seconds."""
     worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
     more = (x.parts[worst] - first.parts[worst]) / first.step
@@ -168,7 +168,9 @@ def _slower(x: Timed, first: Timed) -> str:
     return f"{EQUAL * (slower < CLOSE)}{text}"
 
 
-def _of_yours(yours: Yours, best: list[Timed], machine: Machine, device: Device) -> list[str]:
+def _of_yours(
+    yours: UserPlan, best: list[TimedPlan], machine: Machine, device: Device
+) -> list[str]:
     """Return lines on the user's own plan: its numbers, its position among the others, and why.
 
     Args:
@@ -191,7 +193,7 @@ def _of_yours(yours: Yours, best: list[Timed], machine: Machine, device: Device)
     return [*lines, *(f"      {line}" for line in yours.changes)]
 
 
-def _summary(x: Timed, device: Device) -> str:
+def _summary(x: TimedPlan, device: Device) -> str:
     """Return times, memory, layout, schedule and recomputation of a plan in a line."""
     config = x.config
     tp, cp, pp, micro, ep, etp = x.layout
@@ -213,7 +215,7 @@ def _summary(x: Timed, device: Device) -> str:
     return f"{text}; plan {digest(x.plan, config)}"
 
 
-def _moved(x: Timed) -> str:
+def _moved(x: TimedPlan) -> str:
     """Return how many activations are offloaded and recomputed, as a text for the report."""
     count = Counter(item.kind for item in x.plan.schedule.passes())
     moved = []
@@ -224,7 +226,7 @@ def _moved(x: Timed) -> str:
     return f"of {count[Kind.F]} activations {' and '.join(moved)}"
 
 
-def _without(found: Search, best: list[Timed], undone: LeftOut) -> str:
+def _without(found: Search, best: list[TimedPlan], undone: LeftOut) -> str:
     """Return a line on the best plan that neither offloads nor recomputes single activations.
 
     Args:
@@ -251,7 +253,7 @@ def _lost(found: Search) -> str:
     return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common() if count)
 
 
-def why(names: tuple[str, ...], best: list[Timed], yours: Yours) -> str:
+def why(names: tuple[str, ...], best: list[TimedPlan], yours: UserPlan) -> str:
     """Return a table of the seconds of two plans by cause, and their differences.
 
     Args:
@@ -260,7 +262,7 @@ def why(names: tuple[str, ...], best: list[Timed], yours: Yours) -> str:
         yours: the plan of the user's own flags.
     Raises: ConfigError for a name that is no plan of the list.
     """
-    known: Mapping[str, Timed | None] = {
+    known: Mapping[str, TimedPlan | None] = {
         **{str(n): x for n, x in enumerate(best, 1)},
         YOURS: yours.plan,
     }

@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
     moves: bool = False
 
 
-class Out(NamedTuple):
+class Rejection(NamedTuple):
     """The reason why a plan does not come into the report.
 
     Attributes:
@@ -68,7 +68,7 @@ class Out(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sketch:
+class ExtrapolatedPlan:
     """A plan that fits, with numbers that are extrapolated from shorter batches.
 
     Attributes:
@@ -121,9 +121,9 @@ class Screen:
     machine: Machine
     counted: Counted
     own: ParallelConfig = field(default_factory=ParallelConfig)
-    last: tuple[int, Plan | Out] = field(default=(-1, Out(NO_TABLE)))
+    last: tuple[int, Plan | Rejection] = field(default=(-1, Rejection(NO_TABLE)))
 
-    def judge(self, candidate: Candidate, limit: float) -> Sketch | Out:
+    def judge(self, candidate: Candidate, limit: float) -> ExtrapolatedPlan | Rejection:
         """Return the candidate with its step if it fits, or why it is rejected.
 
         Args:
@@ -132,7 +132,7 @@ class Screen:
         """
         cell = self.cells[candidate.cell]
         plan = self._plan(candidate.cell)
-        if isinstance(plan, Out):
+        if isinstance(plan, Rejection):
             # A cell's plan has 1F1B, so its peak says nothing of other schedules.
             sharded = cell.parallel.use_megatron_fsdp
             return plan if sharded or candidate.schedule == PLAIN else plan._replace(peak=inf)
@@ -140,9 +140,9 @@ class Screen:
         try:
             return self._extrapolated(plan, config, candidate, limit)
         except (ConfigError, ScheduleError):
-            return Out(OUT_OF_MEMORY if candidate.moves else NO_TABLE)
+            return Rejection(OUT_OF_MEMORY if candidate.moves else NO_TABLE)
 
-    def _plan(self, number: int) -> Plan | Out:
+    def _plan(self, number: int) -> Plan | Rejection:
         """Return the plan of a cell for few microbatches, or why there is none.
 
         A cell is a layout that the search tries. There is no plan if weights and optimizer state
@@ -153,23 +153,23 @@ class Screen:
         """
         if self.last[0] != number:
             cell = self.cells[number]
-            plan: Plan | Out
+            plan: Plan | Rejection
             try:
                 plan = plan_of(short(cell, 1), self.counted.pieces(cell))
             except (ConfigError, ScheduleError):
-                plan = Out(NO_TABLE)
+                plan = Rejection(NO_TABLE)
             if isinstance(plan, Plan):
                 mean = sum(plan.state_bytes) / cell.parallel.pipeline_model_parallel_size
                 if mean > self.machine.limit:
-                    plan = Out(OUT_OF_MEMORY, peak=max(plan.peak_bytes))
+                    plan = Rejection(OUT_OF_MEMORY, peak=max(plan.peak_bytes))
                 elif reason := self.machine.refuses(plan, cell):
-                    plan = Out(reason)
+                    plan = Rejection(reason)
             self.last = (number, plan)
         return self.last[1]
 
     def _extrapolated(
         self, plan: Plan, config: Config, candidate: Candidate, limit: float
-    ) -> Sketch | Out:
+    ) -> ExtrapolatedPlan | Rejection:
         moves = candidate.moves
         memory = self.machine.limit
         m = config.num_microbatches
@@ -181,11 +181,11 @@ class Screen:
         one = with_schedule(plan, config, near, self.device, room)
         if one.peak > memory:
             movable = not moves and is_movable(config)
-            return Out(OUT_OF_MEMORY, one.step + rest, movable, one.peak)
+            return Rejection(OUT_OF_MEMORY, one.step + rest, movable, one.peak)
         if left == 0:
-            return Sketch(config, one.step, one.peak, one.parts, one.moves)
+            return ExtrapolatedPlan(config, one.step, one.peak, one.parts, one.moves)
         if one.passes + rest > limit:
-            return Out(SLOWER, one.passes + rest)
+            return Rejection(SLOWER, one.passes + rest)
         room = Room(memory, inf) if moves else None
         other = with_schedule(plan, config, far, self.device, room)
         turns = left / (far.num_microbatches - near.num_microbatches)
@@ -200,5 +200,5 @@ class Screen:
         if "sharding" in plan.own and not moves:
             peak += turns * (other.peak - one.peak)
         if peak > memory:
-            return Out(OUT_OF_MEMORY, step, peak=peak)
-        return Sketch(config, step, peak, parts, one.moves)
+            return Rejection(OUT_OF_MEMORY, step, peak=peak)
+        return ExtrapolatedPlan(config, step, peak, parts, one.moves)

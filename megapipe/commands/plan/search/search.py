@@ -19,7 +19,7 @@ from contextlib import suppress
 from itertools import product
 from operator import attrgetter
 
-from megapipe.commands.plan.search.asked import ANYTHING, Asked
+from megapipe.commands.plan.search.asked import ANYTHING, SearchRestrictions
 from megapipe.commands.plan.search.bounds import Counted, fill
 from megapipe.commands.plan.search.cells import (
     RECOMPUTE,
@@ -35,13 +35,13 @@ from megapipe.commands.plan.search.first import first_that_fits, usual
 from megapipe.commands.plan.search.found import OF_KIND, Search, leaner
 from megapipe.commands.plan.search.hiding import HIDING, hiding, overlapped, with_fewest_flags
 from megapipe.commands.plan.search.judging import Judging, Tell
-from megapipe.commands.plan.search.screen import OUT_OF_MEMORY, Candidate, Screen, Sketch
+from megapipe.commands.plan.search.screen import OUT_OF_MEMORY, Candidate, ExtrapolatedPlan, Screen
 from megapipe.commands.plan.search.workers import Workers
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.step import Timed
+from megapipe.plan.seconds.step import TimedPlan
 
 BEST = 10
 """Plans of the report."""
@@ -61,7 +61,7 @@ def search(
     vocab: int,
     tell: Tell = lambda *_: None,
     *,
-    asked: Asked = ANYTHING,
+    asked: SearchRestrictions = ANYTHING,
     jobs: int = 1,
 ) -> Search:
     """Search all layouts, recomputation and schedules for the plans of the shortest steps.
@@ -110,7 +110,7 @@ def search(
     return found
 
 
-def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
+def _judge(judging: Judging, candidates: list[Candidate], asked: SearchRestrictions) -> None:
     """Try all candidates. Plans that need too much memory are tried a second time.
 
     The second time, single activations are offloaded or recomputed, unless the flags have --without
@@ -132,7 +132,9 @@ def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
         found.stopped = True
 
 
-def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked, tell: Tell) -> None:
+def _finish(
+    found: Search, workers: Workers, screen: Screen, asked: SearchRestrictions, tell: Tell
+) -> None:
     """Compute the best plans again as a run would. Until now their steps are extrapolated.
 
     Args:
@@ -149,7 +151,7 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked, tell:
             found.nearest = of_run(cell, screen.device)
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
-    chosen: dict[int, Sketch] = {id(x): x for x in ranked[:BEST]}
+    chosen: dict[int, ExtrapolatedPlan] = {id(x): x for x in ranked[:BEST]}
     # Of each kind some, as a run may make a plan slower than its sketch, or may not make it.
     for kind in {x.kind for x in ranked}:
         of_kind = [x for x in ranked if x.kind == kind]
@@ -160,7 +162,7 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked, tell:
         chosen[id(x)] = x
     plans = [*chosen.values(), *hiding(ranked, asked)]
     # Searching a table takes seconds, so only the best layouts with small tables are tried.
-    small: list[Sketch] = []
+    small: list[ExtrapolatedPlan] = []
     if asked.allows_schedule(SEARCHES):
         small = [x for x in ranked[:BEST] if x.layout[2] > 1 and _is_small(x) and not x.kind[0]][:2]
     among = len(plans) + len(small)
@@ -178,7 +180,7 @@ def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked, tell:
         told(n)
 
 
-def _made(screen: Screen, x: Sketch) -> Timed | None:
+def _made(screen: Screen, x: ExtrapolatedPlan) -> TimedPlan | None:
     try:
         made = as_run(x.config, screen.device, screen.machine.limit, moves=x.moves)
     except (ConfigError, ScheduleError):
@@ -186,7 +188,7 @@ def _made(screen: Screen, x: Sketch) -> Timed | None:
     return with_fewest_flags(made, screen.own, screen.device)
 
 
-def _is_small(x: Sketch) -> bool:
+def _is_small(x: ExtrapolatedPlan) -> bool:
     """Return whether zb-auto can search the table of a plan in seconds."""
     return x.layout[2] <= SEARCHED / x.config.num_microbatches
 
@@ -199,7 +201,7 @@ def _candidates(
     found: Search,
     cells: list[Config],
     counted: Counted,
-    asked: Asked,
+    asked: SearchRestrictions,
 ) -> Iterator[Candidate]:
     """Yield each plan to try, and append its parallel sizes with recomputation to `cells`.
 

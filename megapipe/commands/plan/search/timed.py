@@ -13,7 +13,7 @@ from megapipe.plan import Plan, counts_of
 from megapipe.plan.parts import own_parts
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import with_messages
-from megapipe.plan.seconds.step import AHEAD, Timed, in_seconds, timed
+from megapipe.plan.seconds.step import AHEAD, TimedPlan, in_seconds, timed
 from megapipe.schedule import SCHEDULES, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.families.offload.asked import Offload
@@ -55,7 +55,7 @@ class Room(NamedTuple):
 
 def with_schedule(
     plan: Plan, config: Config, batch: Config, device: Device, room: Room | None = None
-) -> Timed:
+) -> TimedPlan:
     """Return a plan with another schedule and number of microbatches, and the times of its step.
 
     Args:
