@@ -234,3 +234,14 @@ def test_memory_comes_in_the_blocks_of_torchs_allocator_and_ends() -> None:
         "CUDA out of memory",
         "empty 0 0",
     ]
+
+
+IN_TURN = """
+from tools.proofs.gpu.emulated.schedules import Flags, keys
+flags = Flags(pp=(2, 3, 4), schedules=("a", "b"), features=("x", "y", "z"), in_turn=True)
+print(*("{}{}{}".format(*choices[0]) for choices in keys(flags)))
+"""
+
+
+def test_features_take_turns_over_schedules_and_sizes() -> None:
+    assert run("-c", IN_TURN).split() == ["a2z", "b2x", "a3x", "b3y", "a4y", "b4z"]

@@ -1,6 +1,7 @@
 """Every schedule on emulated devices, with what has streams: races, poison, waits of the host.
 
     python -m tools.proofs.gpu.emulated.schedules [--pp 2 3] [--schedules NAME ...] [--results FILE]
+    python -m tools.proofs.gpu.emulated.schedules --in-turn --pp 5 6 7    # one feature each
 
 A row of the table is a schedule, a size of the pipeline and a feature. It says `sound` if no two
 streams touch the same bytes without an order, all losses are numbers (who reads what is not there
@@ -17,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "graphs": {},
 }
 STEPS = 2
+Key = tuple[str, int, str]
+"""A row: its schedule, the size of the pipeline and the feature."""
 
 
 @dataclass
@@ -84,8 +87,8 @@ class Waits:
         return [f"waits: {dict(most)}"] if most.total() > STEPS - 1 else []
 
 
-def check(case: Case, *, graphs: bool) -> list[str]:
-    """What is wrong with a case on devices."""
+def check(case: Case, *, graphs: bool, timeout_s: float) -> list[str]:
+    """What is wrong with a case on devices. timeout_s: how long a rank waits for another."""
     waits = Waits()
 
     def change(training: Training) -> None:
@@ -99,7 +102,7 @@ def check(case: Case, *, graphs: bool) -> list[str]:
         body = partial(train, case=case, change=change)
         links = int(case.vocabulary)
         try:
-            ranks = run_ranks(body, **sizes, shares=shares, timeout_s=60.0, extra_links=links)
+            ranks = run_ranks(body, **sizes, shares=shares, timeout_s=timeout_s, extra_links=links)
         except Exception as error:
             return [*lib.faults(), f"{type(error).__name__}: {error}"]
         return [*lib.faults(), *_not_numbers(ranks), *waits.problems()]
@@ -120,25 +123,43 @@ class Flags:
     """Names."""
     features: tuple[str, ...] = tuple(FEATURES)
     """Names of what has streams."""
+    in_turn: bool = False
+    """One feature for each schedule at each size, and another one at the next size."""
+    timeout: float = 300.0
+    """Seconds that a rank waits for another."""
     results: Path | None = None
     """A file with a line for each row; those that it has are not run again."""
 
 
-def _known(results: Path | None) -> dict[tuple[str, int, str], list[str]]:
+def _known(results: Path | None) -> dict[Key, list[str]]:
     if results is None or not results.exists():
         return {}
     rows = map(json.loads, results.open())
     return {(row["schedule"], row["pp"], row["feature"]): row["found"] for row in rows}
 
 
-def _row(name: str, pp: int, feature: str) -> list[str] | None:
+def keys(flags: Flags) -> Iterator[list[Key]]:
+    """Yield lists of rows. Of each list, the first row that can be is wanted."""
+    for pp in flags.pp:
+        if not flags.in_turn:
+            for feature in flags.features:
+                for name in flags.schedules:
+                    yield [(name, pp, feature)]
+            continue
+        for number, name in enumerate(flags.schedules):
+            first = (number + pp) % len(flags.features)
+            features = flags.features[first:] + flags.features[:first]
+            yield [(name, pp, feature) for feature in features]
+
+
+def _row(name: str, pp: int, feature: str, timeout_s: float) -> list[str] | None:
     """What is wrong in one row; None for what the schedule or the devices cannot have."""
     settings = FEATURES[feature]
     if pp * settings.get("dp", 1) > 8:
         return None
     try:
         case = case_of(name, pp, steps=STEPS, **settings)
-        return check(case, graphs=feature == "graphs")
+        return check(case, graphs=feature == "graphs", timeout_s=timeout_s)
     except ScheduleError:
         return None
 
@@ -147,19 +168,20 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     torch.set_num_threads(1)
     known, bad, count = _known(flags.results), 0, 0
-    for pp in flags.pp:
-        for feature in flags.features:
-            for name in flags.schedules:
-                key = (name, pp, feature)
-                found = known[key] if key in known else _row(*key)
-                if found is None:
-                    continue
-                if flags.results is not None and key not in known:
-                    row = {"schedule": name, "pp": pp, "feature": feature, "found": found[:4]}
-                    with flags.results.open("a") as out:
-                        print(json.dumps(row), file=out)
-                bad, count = bad + bool(found), count + 1
-                print(f"{name}, pp {pp}, {feature}: {found[0] if found else 'sound'}", flush=True)
+    for choices in keys(flags):
+        for key in choices:
+            found = known[key] if key in known else _row(*key, flags.timeout)
+            if found is not None:
+                break
+        else:
+            continue
+        name, pp, feature = key
+        if flags.results is not None and key not in known:
+            row = {"schedule": name, "pp": pp, "feature": feature, "found": found[:4]}
+            with flags.results.open("a") as out:
+                print(json.dumps(row), file=out)
+        bad, count = bad + bool(found), count + 1
+        print(f"{name}, pp {pp}, {feature}: {found[0] if found else 'sound'}", flush=True)
     print(f"{count} rows, {bad} with faults", flush=True)
     sys.stdout.flush()
     os._exit(bad > 0)
