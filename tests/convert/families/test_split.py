@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
 from megapipe.convert import SavedTensors
 from megapipe.models.attention import heads
+from tools.proofs.families.models import logits_of
+from tools.proofs.families.ranks import batch
 from tools.proofs.families.split import LAYOUTS, Model, compared, config_in, other_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,6 +35,14 @@ def test_the_proof_finds_a_norm_of_one_ranks_heads(tmp_path, monkeypatch):
     monkeypatch.setattr(heads, "across", lambda x, edge: x)
     (line,) = compared(Model("olmo2", 0, tmp_path), ["tp"], Counter())
     assert "logits differ by" in line
+
+
+def test_an_ulp_of_weights_moves_logits_by_the_rounding_of_float32(tmp_path):
+    """Where the plain bound is not kept, twice as much is allowed. A fault moves logits by more than 1e-4."""
+    model = Model("deepseek_v3", 1, tmp_path)
+    assert 1e-6 < model.rounding < 1e-5
+    # The model has its own weights again.
+    assert torch.equal(logits_of(model.original, batch()[0]), model.want)
 
 
 CHANGES = [("layer_types", None), ("sliding_window", 5), ("rms_norm_eps", 0.5), ("hidden_act", "gelu"), ("new", 1)]

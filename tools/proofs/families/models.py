@@ -95,6 +95,31 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     return found
 
 
+MOVES = 8
+"""Draws of weights that lie at most an ulp from those of a model."""
+
+
+@torch.no_grad()
+def rounding_of(model: Any, tokens: Tensor) -> Tensor:
+    """Return how far the logits of a model of transformers move if its weights move by an ulp.
+
+    The largest of `MOVES` draws counts, in the largest difference of a logit. The model is as it
+    was afterwards.
+    """
+    before = logits_of(model, tokens)
+    weights = [param.clone() for param in model.parameters()]
+    off = torch.zeros(())
+    for seed in range(MOVES):
+        dice = torch.Generator().manual_seed(seed)
+        for param, weight in zip(model.parameters(), weights, strict=True):
+            ways = torch.randint(-1, 2, param.shape, generator=dice)
+            param.copy_(torch.nextafter(weight, weight + ways))
+        off = torch.maximum(off, (logits_of(model, tokens) - before).abs().max())
+    for param, weight in zip(model.parameters(), weights, strict=True):
+        param.copy_(weight)
+    return off
+
+
 def loss_of(logits: Tensor, labels: Tensor) -> float:
     """Return the mean cross entropy of logits [b, s, v], summed in float64."""
     return F.cross_entropy(logits.double().flatten(0, 1), labels.flatten()).item()
