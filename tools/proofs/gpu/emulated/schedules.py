@@ -32,7 +32,7 @@ from megapipe.flags.parse import parse
 from megapipe.plan import sharing
 from megapipe.schedule import SCHEDULES, ScheduleError
 from tools.proofs.equivalence import Outcome, Training, train
-from tools.proofs.equivalence_case import Case, table
+from tools.proofs.equivalence_case import VOCAB, Case, table
 from tools.proofs.gpu.emulated.features import capture
 from tools.proofs.gpu.emulated.ranks import devices, run_ranks
 from tools.proofs.gpu.graphs import case_of
@@ -138,27 +138,31 @@ def _known(results: Path | None) -> dict[Key, list[str]]:
     return {(row["schedule"], row["pp"], row["feature"]): row["found"] for row in rows}
 
 
+def _fits(pp: int, feature: str) -> bool:
+    """Return whether there are devices enough, and rows of the vocabulary that divide by ranks."""
+    settings = FEATURES[feature]
+    divides = not settings.get("vocabulary") or VOCAB % pp == 0
+    return divides and pp * settings.get("dp", 1) <= 8
+
+
 def keys(flags: Flags) -> Iterator[list[Key]]:
     """Yield lists of rows. Of each list, the first row that can be is wanted."""
     for pp in flags.pp:
+        features = [feature for feature in flags.features if _fits(pp, feature)]
         if not flags.in_turn:
-            for feature in flags.features:
+            for feature in features:
                 for name in flags.schedules:
                     yield [(name, pp, feature)]
             continue
         for number, name in enumerate(flags.schedules):
-            first = (number + pp) % len(flags.features)
-            features = flags.features[first:] + flags.features[:first]
-            yield [(name, pp, feature) for feature in features]
+            first = (number + pp) % len(features)
+            yield [(name, pp, feature) for feature in features[first:] + features[:first]]
 
 
 def _row(name: str, pp: int, feature: str, timeout_s: float) -> list[str] | None:
-    """What is wrong in one row; None for what the schedule or the devices cannot have."""
-    settings = FEATURES[feature]
-    if pp * settings.get("dp", 1) > 8:
-        return None
+    """What is wrong in one row; None for what the schedule cannot have."""
     try:
-        case = case_of(name, pp, steps=STEPS, **settings)
+        case = case_of(name, pp, steps=STEPS, **FEATURES[feature])
         return check(case, graphs=feature == "graphs", timeout_s=timeout_s)
     except ScheduleError:
         return None
