@@ -22,7 +22,7 @@ from megapipe.models.transformer_engine import (
     attention_kernel,
     knows,
 )
-from megapipe.tensor_parallel.fp8.products import Recipe
+from megapipe.tensor_parallel.fp8.products import FP8Recipe
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -87,12 +87,12 @@ def parts_of(config: ModelConfig, tp: Axis) -> Parts:
     )
 
 
-def recipe_of(config: ModelConfig) -> Recipe | None:
+def recipe_of(config: ModelConfig) -> FP8Recipe | None:
     """Return how the operands of linear layers are quantised; None without --fp8-format."""
     if config.fp8_format is None:
         return None
     # Only delayed scaling has a margin and a history; other recipes keep the defaults.
-    recipe = Recipe(config.fp8_format, config.fp8_recipe, not config.no_fp8_wgrad)
+    recipe = FP8Recipe(config.fp8_format, config.fp8_recipe, not config.no_fp8_wgrad)
     if config.fp8_recipe != "delayed":
         return recipe
     return recipe._replace(

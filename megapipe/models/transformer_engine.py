@@ -22,7 +22,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.models.norm import Norm
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.fp8.products import Recipe
+from megapipe.tensor_parallel.fp8.products import FP8Recipe
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, bias_grad
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
@@ -171,7 +171,7 @@ def _precision(config: Config, impl: str, on_gpu: bool) -> str:
     return f"{text}: rounded to it and multiplied in bf16, without its speed)"
 
 
-def knows(fp8: Recipe) -> bool:
+def knows(fp8: FP8Recipe) -> bool:
     """Return whether te.Linear can quantise as `fp8` says, in any order of passes.
 
     With delayed scales it cannot, because every pass changes the scales. Nor can it leave weight
@@ -180,7 +180,7 @@ def knows(fp8: Recipe) -> bool:
     return fp8.kind != "delayed" and fp8.weight_grads
 
 
-def quantising(fp8: Recipe | None) -> Callable[[], AbstractContextManager[None]]:
+def quantising(fp8: FP8Recipe | None) -> Callable[[], AbstractContextManager[None]]:
     """Return a function that makes a context in which te.Linear quantises its operands.
 
     Args:
@@ -217,7 +217,7 @@ class _Product:
         mode: str,
         tp: Axis,
         sequence_parallel: bool,
-        fp8: Recipe | None,
+        fp8: FP8Recipe | None,
     ) -> None:
         self.quantising = quantising(fp8)
         self.linear = load().Linear(

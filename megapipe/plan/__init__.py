@@ -2,7 +2,7 @@
 
 from megapipe.plan.layers import Work
 from megapipe.plan.make import balanced_by_cost, make_plan, pieces_of, plan_of, with_batch
-from megapipe.plan.pieces import Pieces, pieces
+from megapipe.plan.pieces import ModelWork, pieces
 from megapipe.plan.plan import Plan, sharing
 from megapipe.plan.recipes import recipe_of, schedule_of, step_of, whole_step
 from megapipe.plan.shapes.slices import in_words

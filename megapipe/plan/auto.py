@@ -13,7 +13,7 @@ from itertools import permutations
 from math import inf
 
 from megapipe.partition.spans import nearly_even
-from megapipe.plan.pieces import Pieces
+from megapipe.plan.pieces import ModelWork
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.simulate import memory_steps, run_clock
 
@@ -45,7 +45,7 @@ class Judge:
     """
 
     schedule: Schedule
-    pieces: Pieces
+    pieces: ModelWork
     limit: Callable[[Counts], Sequence[float]] | None = None
     price: Callable[[Costs], Costs] = as_they_are
 
@@ -142,7 +142,7 @@ def search(judge: Judge) -> Counts:
     return best
 
 
-def balanced(pieces: Pieces, chain: int, more: Sequence[float] = ()) -> Counts:
+def balanced(pieces: ModelWork, chain: int, more: Sequence[float] = ()) -> Counts:
     """Return the number of layers of each stage such that the slowest stage is as fast as possible.
 
     Dynamic programming over stages: the best way to end a stage after the n-th layer follows from

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megapipe.config import Config
 from megapipe.config.layers import layer_config
-from megapipe.plan.part import Part
+from megapipe.plan.part import PlanFeature
 from megapipe.plan.plan import OfPlan, Plan
 from megapipe.schedule import Schedule
 from megapipe.schedule.families.offload.rules import MOVES
@@ -144,4 +144,4 @@ def _of(config: Config, _: Schedule | None, made: Schedule | None) -> Graphs | N
     return Graphs(float(tokens * config.model.hidden * config.precision.element_bytes))
 
 
-GRAPHS = Part("graphs", of=_of)
+GRAPHS = PlanFeature("graphs", of=_of)

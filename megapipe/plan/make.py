@@ -35,7 +35,7 @@ from megapipe.plan.draft import PlanDraft
 from megapipe.plan.layers import Gathers
 from megapipe.plan.part import NothingToDo
 from megapipe.plan.parts import PARTS, own_parts
-from megapipe.plan.pieces import Pieces, pieces
+from megapipe.plan.pieces import ModelWork, pieces
 from megapipe.plan.plan import Plan
 from megapipe.plan.recipes import recipe_of, schedule_of, step_of
 from megapipe.plan.split import given_costs, kept_shares, ranks_of_depths
@@ -57,7 +57,9 @@ def make_plan(config: Config) -> Plan:
     return plan_of(config, pieces_of(config, config.model), recomputes=True)
 
 
-def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bool = True) -> Plan:
+def plan_of(
+    config: Config, work: ModelWork, *, recomputes: bool = False, moves: bool = True
+) -> Plan:
     """Return the plan of a configuration, given the work of its model.
 
     Args:
@@ -81,7 +83,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
     return _best_split(draft, recipe, chain)
 
 
-def pieces_of(config: Config, model: ModelConfig) -> Pieces:
+def pieces_of(config: Config, model: ModelConfig) -> ModelWork:
     """Return the FLOPs and bytes of a run's embedding, layers, head and multi-token prediction.
 
     Args:
@@ -106,7 +108,7 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
     return counted.on(par.pipeline_model_parallel_size)
 
 
-def _empty(config: Config, work: Pieces) -> Plan:
+def _empty(config: Config, work: ModelWork) -> Plan:
     """Return a plan whose table has no passes, without multi-token prediction.
 
     Args:

@@ -35,7 +35,7 @@ class NothingToDo(ConfigError):
 
 
 @dataclass(frozen=True)
-class Part:
+class PlanFeature:
     """An optional feature of plans, such as offload: a record of functions that make and check it.
 
     To make a plan, the functions are called for each feature in `parts.PARTS`. The first argument

@@ -19,7 +19,7 @@ from megapipe.partition.spans import LayerSpan
 from megapipe.plan.layers import (
     NOT_GATHERED,
     Gathers,
-    Load,
+    RankLoad,
     Work,
     head_work,
     layer_work,
@@ -57,7 +57,7 @@ class _Columns(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ModelWork:
     """The work of each piece of a model: embedding, layers, head and multi-token prediction (MTP).
 
     `stage`, `costs` and `of_slices` return the work of stages made of these pieces. `share` is one
@@ -82,7 +82,7 @@ class Pieces:
     embedding: Work
     layers: tuple[Work, ...]
     head: Work
-    kept: tuple[Pieces, Floats] | None = None
+    kept: tuple[ModelWork, Floats] | None = None
     overhead: float = 0.0
     shares: int = 1
     depths: tuple[Work, ...] = ()
@@ -208,7 +208,7 @@ class Pieces:
             wide_k=self.wide,
         )
 
-    def on(self, ranks: int) -> Pieces:
+    def on(self, ranks: int) -> ModelWork:
         """Return the pieces with the overhead that a pass has on `ranks` pipeline ranks.
 
         The overhead is the time of a pass beyond its work.
@@ -288,7 +288,7 @@ def pieces(
     element_bytes: int = 4,
     modules: tuple[str, ...] = (),
     gathers: Gathers = NOT_GATHERED,
-) -> Pieces:
+) -> ModelWork:
     """Return the work of each piece of a GPT. Layers may have overrides of their own.
 
     FLOPs are summed over tensor-parallel ranks, for the tokens of one context-parallel rank. A
@@ -320,7 +320,7 @@ def pieces(
     # By all-to-all a rank has whole sequences of some heads; other ways bring keys in blocks.
     meets = cp > 1 and "a2a" not in model.cp_comm_type
     etp = etp or tp
-    load = Load(seq_length, tokens, tp, shared, element_bytes, meets, ep, etp, modules, gathers)
+    load = RankLoad(seq_length, tokens, tp, shared, element_bytes, meets, ep, etp, modules, gathers)
     layers = _layers(model, load)
     head = head_work(model, load)
     depth = _depth(model, load) + head
@@ -328,7 +328,7 @@ def pieces(
     if model.position_embedding_type == "learned_absolute":
         rows += model.max_position_embeddings or 0
     masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
-    return Pieces(
+    return ModelWork(
         Work(held=masks, parameters=rows * h),
         layers,
         head,
@@ -339,7 +339,7 @@ def pieces(
     )
 
 
-def _layers(model: ModelConfig, load: Load) -> tuple[Work, ...]:
+def _layers(model: ModelConfig, load: RankLoad) -> tuple[Work, ...]:
     """Return the work of each layer, with its overrides of the model's configuration.
 
     Args:
@@ -358,7 +358,7 @@ def _layers(model: ModelConfig, load: Load) -> tuple[Work, ...]:
     return tuple(works[config] for config in configs) * (model.layers // different)
 
 
-def _depth(model: ModelConfig, load: Load) -> Work:
+def _depth(model: ModelConfig, load: RankLoad) -> Work:
     """Return the work of a module of multi-token prediction, without the head.
 
     A module has a projection of two normed inputs, followed by a layer.

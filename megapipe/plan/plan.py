@@ -11,12 +11,12 @@ from typing import NamedTuple
 from megapipe.notebook import shown_by
 from megapipe.partition.spans import LayerSpan, spans
 from megapipe.plan.layers import Work
-from megapipe.plan.pieces import Pieces
+from megapipe.plan.pieces import ModelWork
 from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.recipe import Recipe
 
 
-class Stored(NamedTuple):
+class ParameterBytes(NamedTuple):
     """The bytes of one parameter: of its weight and of its gradient."""
 
     weight: float
@@ -37,7 +37,7 @@ class OfPlan:
 
     holds = ""
 
-    def stored(self, whole: Stored, *, experts: bool) -> Stored:
+    def stored(self, whole: ParameterBytes, *, experts: bool) -> ParameterBytes:
         """Return the bytes of one parameter's weight and gradient that a rank keeps.
 
         Args:
@@ -105,11 +105,11 @@ class Plan:
 
     schedule: Schedule
     counts: tuple[int, ...]
-    pieces: Pieces
+    pieces: ModelWork
     state: float
     of_expert: float
-    whole: Stored
-    stored: Stored
+    whole: ParameterBytes
+    stored: ParameterBytes
     tied: bool
     vocab_weights: int
     tp: int

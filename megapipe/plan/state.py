@@ -10,7 +10,7 @@ from megapipe.config import Config, OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.optim.traits import traits_of
 from megapipe.partition.layout import FLAG as LAYOUT
-from megapipe.plan.plan import OfPlan, Plan, Stored
+from megapipe.plan.plan import OfPlan, ParameterBytes, Plan
 from megapipe.schedule.simulate import memory_steps, run_clock
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, in
 
 def bytes_of_parameter(
     config: Config, own: Iterable[OfPlan], *, experts: bool = False
-) -> tuple[float, Stored]:
+) -> tuple[float, ParameterBytes]:
     """Return the bytes that a rank keeps for one parameter between steps.
 
     Args:
@@ -61,10 +61,10 @@ def bytes_of_parameter(
     return sum(stored) + state / ranks, stored
 
 
-def whole_parameter(config: Config) -> Stored:
+def whole_parameter(config: Config) -> ParameterBytes:
     """Return the bytes of one parameter's weight and gradient without sharding."""
     gradient, *_ = bytes_of_state(config.optimizer, config.precision.half)
-    return Stored(config.precision.element_bytes, gradient)
+    return ParameterBytes(config.precision.element_bytes, gradient)
 
 
 def bytes_at_peak(plan: Plan, config: Config) -> list[dict[str, float]]:

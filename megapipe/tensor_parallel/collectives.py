@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis, Pending
-from megapipe.tensor_parallel.pieces import Pieces
+from megapipe.tensor_parallel.pieces import CollectiveMatmul
 
 
 class Edge(NamedTuple):
@@ -39,7 +39,7 @@ class Edge(NamedTuple):
     forward: Callable[[Tensor], Pending] = Pending
     backward: Callable[[Tensor], Pending] = Pending
     first: bool = True
-    pieces: Pieces | None = None
+    pieces: CollectiveMatmul | None = None
 
 
 INSIDE = Edge()
@@ -58,7 +58,7 @@ def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
     """
     if tp.size == 1:
         return INSIDE
-    pieces = Pieces(tp, sequence_parallel) if in_pieces else None
+    pieces = CollectiveMatmul(tp, sequence_parallel) if in_pieces else None
     if sequence_parallel:
         # Every rank computes a gradient for all rows. The reduce-scatter sums them, and leaves each
         # rank the rows that it gave to the all-gather.
@@ -80,7 +80,7 @@ def closing(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
     """
     if tp.size == 1:
         return INSIDE
-    pieces = Pieces(tp, sequence_parallel) if in_pieces else None
+    pieces = CollectiveMatmul(tp, sequence_parallel) if in_pieces else None
     # Only rank 0 adds the bias (`first`): the sum over the ranks would contain it t times.
     if sequence_parallel:
         return Edge(tp.start_reduce_scatter, tp.start_all_gather, tp.rank == 0, pieces)

@@ -22,7 +22,7 @@ from megapipe.distributed.axis import Axis, Pending
 from megapipe.distributed.layout import Layout, parameter
 from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, opening
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.fp8.products import Recipe, products_of
+from megapipe.tensor_parallel.fp8.products import FP8Recipe, products_of
 from megapipe.tensor_parallel.products import Products
 from megapipe.tensor_parallel.weight_grad import (
     InTwo,
@@ -193,7 +193,7 @@ class ColumnParallelLinear(nn.Module):
         blocks: int = 1,
         init_std: float | None = 0.02,
         tied_to: str | None = None,
-        fp8: Recipe | None = None,
+        fp8: FP8Recipe | None = None,
         in_pieces: bool = False,
     ) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class RowParallelLinear(nn.Module):
         bias: bool,
         sequence_parallel: bool = False,
         init_std: float | None = 0.02,
-        fp8: Recipe | None = None,
+        fp8: FP8Recipe | None = None,
         in_pieces: bool = False,
     ) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ class Multiply(Protocol):
         """Return rows [n, ..., k] -> [n, ..., width], written to `out` if it is given."""
 
 
-class Pieces(NamedTuple):
+class CollectiveMatmul(NamedTuple):
     """Products at the edges of a tensor-parallel region, computed in pieces.
 
     `gathered` multiplies rows that an all-gather brings, `summed` returns a product that is summed

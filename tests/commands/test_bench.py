@@ -16,7 +16,7 @@ from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Costs, Kind, Pass, Schedule, build, loop, simulate, unpaired
 from megapipe.schedule.families.offload.copies import with_offload
-from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.sharding.sharded import UnshardedStages, with_sharded_weights
 from megapipe.schedule.families.step.reduction import exposed, with_reduction
 from tools.bench import schedules as bench
 from tools.bench.emulate import ways
@@ -163,7 +163,7 @@ def test_two_passes_together_take_what_their_pieces_say_to_the_microsecond(row, 
     assert runner.exposed_in_pairs == pytest.approx(0)
 
 
-@pytest.mark.parametrize("living", [Living(1, 1), Living(2, 1, ahead=True), Living(3, 2)])
+@pytest.mark.parametrize("living", [UnshardedStages(1, 1), UnshardedStages(2, 1, ahead=True), UnshardedStages(3, 2)])
 @pytest.mark.parametrize("name", ["breadth-first", "interleaved"])
 def test_gathers_on_an_emulated_link_show_as_long_as_predicted(name, living, monkeypatch):
     """The executor's waits on a clock that only sleep moves."""

@@ -9,7 +9,7 @@ from tiny import LLAMA
 
 from megapipe.plan import pieces
 from megapipe.plan.context import tensor_bytes
-from megapipe.plan.layers import Load
+from megapipe.plan.layers import RankLoad
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -25,7 +25,7 @@ def test_a_layer_gathers_and_scatters_its_tokens_twice_and_gathers_them_twice_mo
 def test_scores_inside_a_window_are_of_the_token_and_those_before_it(window):
     seq, channels = 64, 8
     seen = sum(min(token + 1, window + 1) for token in range(seq))
-    load = Load(seq, seq, tp=1, shared=1, element=2, meets=False)
+    load = RankLoad(seq, seq, tp=1, shared=1, element=2, meets=False)
     model = replace(LLAMA, window_size=f"{window},0")
     assert load.scores(channels, model) == pytest.approx(2 * channels * seen, rel=0.02)
 

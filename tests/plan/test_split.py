@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from megapipe.partition.spans import nearly_even
-from megapipe.plan import Pieces, Work
+from megapipe.plan import ModelWork, Work
 from megapipe.plan.auto import Judge, balanced, search
 from megapipe.schedule import build, simulate
 from megapipe.schedule.ingredients import Pairing
 from megapipe.schedule.shapes.pairs.pairs import pairs
 
 
-def heavy_head(layers: int, head: float) -> Pieces:
+def heavy_head(layers: int, head: float) -> ModelWork:
     """Layers of one unit per pass and a head of several, as a large vocabulary makes it."""
-    return Pieces(Work(), (Work(1.0, 1.0, 1.0, 1.0, 1.0, 1),) * layers, Work(head, head, head, 1.0, 1.0, 1))
+    return ModelWork(Work(), (Work(1.0, 1.0, 1.0, 1.0, 1.0, 1),) * layers, Work(head, head, head, 1.0, 1.0, 1))
 
 
 def all_splits(layers: int, chain: int):

@@ -17,9 +17,9 @@ from megapipe.plan.make import make_plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import with_messages
 from megapipe.schedule import Costs, build
-from megapipe.tensor_parallel.fp8.products import Recipe
+from megapipe.tensor_parallel.fp8.products import FP8Recipe
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.pieces import Pieces
+from megapipe.tensor_parallel.pieces import CollectiveMatmul
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
@@ -80,7 +80,7 @@ def test_what_travels_has_begun_before_the_next_product(way, shares, wanted):
         axis.events.append("product")
         return rows.new_zeros(len(rows), 3) if out is None else out
 
-    getattr(Pieces(axis, shares), way)(torch.zeros(8, 2), multiply, 3)
+    getattr(CollectiveMatmul(axis, shares), way)(torch.zeros(8, 2), multiply, 3)
     assert " ".join(axis.events) == wanted
 
 
@@ -88,7 +88,7 @@ def test_what_travels_has_begun_before_the_next_product(way, shares, wanted):
     ("kind", "cut"), [("tensorwise", False), ("delayed", False), ("blockwise", True), (None, True)]
 )
 def test_rows_that_share_a_scale_are_not_cut(kind, cut):
-    recipe = None if kind is None else Recipe("e4m3", kind)
+    recipe = None if kind is None else FP8Recipe("e4m3", kind)
     linear = ColumnParallelLinear(32, 32, tp=Axis(0, 2, (0, 1)), bias=False, fp8=recipe, in_pieces=True)
     assert (linear._opens.pieces is not None) == cut
 

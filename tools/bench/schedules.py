@@ -38,7 +38,7 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import ATTENTION
-from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.sharding.sharded import UnshardedStages, with_sharded_weights
 from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.measured.costs import measured_costs
 from megapipe.schedule.views.features.sliced import in_slices
@@ -274,7 +274,7 @@ def _jobs(flags: Flags, costs: Costs) -> list[Job]:
             cut = recipe.build(FixedCosts(costs)).table
             jobs.append(Job("megapipe", replace(cut, name=f"{cut.name} in {flags.slices} slices")))
         for n in (1, 2) if flags.gather_ms or flags.scatter_ms else ():
-            whole = with_sharded_weights(unpaired(schedule), costs, Living(n, n))
+            whole = with_sharded_weights(unpaired(schedule), costs, UnshardedStages(n, n))
             jobs.append(Job("megapipe", replace(whole, name=f"{schedule.name}, {n} whole")))
         if schedule.name in PEERS and not flags.no_torch and flags.pp > 1:
             jobs.append(Job("torch", schedule))

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from megapipe.flags.parse import parse, run
 from megapipe.plan.auto import Judge, search
 from megapipe.plan.layers import Work
-from megapipe.plan.pieces import Pieces
+from megapipe.plan.pieces import ModelWork
 from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
 from megapipe.schedule.core.merge import activation
 from megapipe.schedule.families.vocabulary.shares import with_vocabulary
@@ -50,10 +50,10 @@ class Model:
     ms: Sequence[float]
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> ModelWork:
         f, b, w = (x / 1000 / self.layers for x in self.ms)
         head = Work(f * self.head, b * self.head, w * self.head)
-        return Pieces(Work(), (Work(f, b, w),) * (self.layers * self.ranks), head)
+        return ModelWork(Work(), (Work(f, b, w),) * (self.layers * self.ranks), head)
 
     @property
     def table(self) -> Schedule:

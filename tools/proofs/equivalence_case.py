@@ -91,7 +91,7 @@ class Case:
         variable: the microbatches differ in length.
         distributed: optimizer state is split over data parallel.
         sharding: "grads" or "weights" too are split over data parallel, but while passes use them;
-            living: as of `weights.sharded.Living`, None for whole steps.
+            living: an `UnshardedStages`, None for whole steps.
         overlap: gradients are reduced, and with `distributed` weights gathered, beside the passes.
         buckets: in which each stage's gradients are reduced then.
         dtype: of weights and activations; float16 trains with a dynamic loss scale from

@@ -31,7 +31,7 @@ _HEADER = (
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A line of the table of --parts: one part of the model, such as attention, summed over layers.
 
     Attributes:
@@ -95,7 +95,7 @@ def alone(model: ModelConfig) -> Iterator[Layer]:
         yield Layer("shared expert", mlp, routed)
 
 
-def parts(config: Config) -> list[Part]:
+def parts(config: Config) -> list[ModelPart]:
     """Return the lines of the table: embedding, parts of layers, head, multi-token prediction."""
     model = config.model
     tokens = config.batch.sequence * config.batch.micro_batch
@@ -120,29 +120,29 @@ def parts(config: Config) -> list[Part]:
     middle = []
     for name, works in found.items():
         bytes_of_layer = sent if name == "router and experts" else 0.0
-        middle.append(Part(name, len(works), sum(works, Work()), bytes_of_layer * len(works)))
+        middle.append(ModelPart(name, len(works), sum(works, Work()), bytes_of_layer * len(works)))
     whole = pieces_of(config, model)
     # A depth of multi-token prediction is a layer like the last ones.
     sent_of_depth = 0.0
     if layer_config(model, model.layers).has_experts:
         sent_of_depth = sent
     depths = [
-        Part(f"predicts {depth + 1} further", 0, work, sent_of_depth)
+        ModelPart(f"predicts {depth + 1} further", 0, work, sent_of_depth)
         for depth, work in enumerate(whole.depths)
     ]
     return [
-        Part("embedding", 0, whole.embedding),
+        ModelPart("embedding", 0, whole.embedding),
         *middle,
-        Part("head and loss", 0, whole.head),
+        ModelPart("head and loss", 0, whole.head),
         *depths,
     ]
 
 
-def parts_table(found: list[Part]) -> str:
+def parts_table(found: list[ModelPart]) -> str:
     """Return the table as text: a line for each part, and one for their sum."""
     work = sum((part.work for part in found), Work())
     # "All" counts no layers: a layer has several parts.
-    whole = Part("all", 0, work, sum(part.sent for part in found))
+    whole = ModelPart("all", 0, work, sum(part.sent for part in found))
     rows = [_HEADER, *(_cells(part, whole) for part in [*found, whole])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -153,7 +153,7 @@ def parts_table(found: list[Part]) -> str:
     return "\n".join(lines)
 
 
-def _cells(part: Part, whole: Part) -> tuple[str, ...]:
+def _cells(part: ModelPart, whole: ModelPart) -> tuple[str, ...]:
     """Return the cells of a part's line.
 
     Args:

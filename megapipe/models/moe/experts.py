@@ -25,7 +25,7 @@ from megapipe.models.fused import swiglu
 from megapipe.models.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher
 from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
-from megapipe.tensor_parallel.fp8.products import Recipe, products_of
+from megapipe.tensor_parallel.fp8.products import FP8Recipe, products_of
 from megapipe.tensor_parallel.products import PLAIN, Products
 from megapipe.tensor_parallel.saving import saves
 from megapipe.tensor_parallel.weight_grad import current_weight_grads, submit_weight_grad
@@ -286,7 +286,7 @@ class Experts(nn.Module):
         fp8: how the operands of each expert's products are quantised; None for no quantisation.
     """
 
-    def __init__(self, config: ModelConfig, tp: Axis, fp8: Recipe | None = None) -> None:
+    def __init__(self, config: ModelConfig, tp: Axis, fp8: FP8Recipe | None = None) -> None:
         super().__init__()
         self.config = config
         self.tp = tp
@@ -367,7 +367,7 @@ class _Stack(nn.Module):
         shape: tuple[int, ...],
         bias: Layout | None = None,
         *,
-        fp8: Recipe | None = None,
+        fp8: FP8Recipe | None = None,
     ) -> None:
         super().__init__()
         self.products = products_of(fp8)

@@ -34,7 +34,7 @@ _KINDS: Mapping[tuple[bool, bool], type[FlatBuffers]] = {
 }
 
 
-class Stored(NamedTuple):
+class BucketWithOwner(NamedTuple):
     """A bucket of one of this rank's stages, and which rank updates it.
 
     Attributes:
@@ -89,7 +89,7 @@ class Storage:
     bucket_size: int | None
     num_buckets: int | None
 
-    def layout(self, stages: Sequence[nn.Module]) -> list[list[Stored]]:
+    def layout(self, stages: Sequence[nn.Module]) -> list[list[BucketWithOwner]]:
         """Return, for each stage, its buckets in the order in which gradients are complete."""
         chunks = []
         for stage in stages:
@@ -105,10 +105,10 @@ class Storage:
         """Return whether a parameter is not sharded because it belongs to a shared vocabulary."""
         return self.distributed and self.grads and layout_of(param).part[1] > 1
 
-    def _stored(self, bucket: Bucket) -> Stored:
+    def _stored(self, bucket: Bucket) -> BucketWithOwner:
         """Return a bucket, with whether it is sharded and which rank updates it."""
         stays = any(map(self._stays, bucket.params.values()))
-        stored = Stored(bucket, stays, True, None)
+        stored = BucketWithOwner(bucket, stays, True, None)
         census = self.ties.census
         mesh = self.ties.mesh
         # A bucket's parameters are on one stage, so one name decides for all of them.
@@ -118,7 +118,7 @@ class Storage:
         owner = mesh.twins.ranks.index(mesh.pp.ranks[rank])
         return stored._replace(here=rank == mesh.pp.rank, owner=owner)
 
-    def buffers(self, stored: Stored) -> FlatBuffers:
+    def buffers(self, stored: BucketWithOwner) -> FlatBuffers:
         """Return new flat buffers for a bucket, of the class that the settings ask for.
 
         The bucket's parameters are either all dense or all of experts.

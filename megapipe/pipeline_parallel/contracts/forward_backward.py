@@ -38,7 +38,7 @@ def get_forward_backward_func(
     p2p_mode: str | None = None,
     config: Any = None,
     variable_seq_lengths: bool = False,
-) -> Step:
+) -> ForwardBackwardFunc:
     """Return the function that runs one step's forward and backward passes.
 
     Args:
@@ -60,7 +60,9 @@ def get_forward_backward_func(
             "get_forward_backward_func: schedule_pg_collection (modules on several grids) "
             "is not implemented"
         )
-    step = Step(mesh, schedule, pp_size, vp_size, p2p_mode, config, variable_seq_lengths)
+    step = ForwardBackwardFunc(
+        mesh, schedule, pp_size, vp_size, p2p_mode, config, variable_seq_lengths
+    )
     if mesh is not None:
         step.check_size(mesh)
     return step
@@ -83,7 +85,7 @@ class _Engine(NamedTuple):
 
 
 @dataclass(eq=False)
-class Step:
+class ForwardBackwardFunc:
     """A function that runs one rank's step, called as Megatron calls its forward_backward_func.
 
     The fields are the arguments of `get_forward_backward_func`. Keywords that are not described
@@ -97,8 +99,7 @@ class Step:
             takes None. With several chunks decoder_seq_length is not read, as in Megatron's
             interleaving.
         adjust_tensor_shapes_fn: returns the shapes that this rank receives and sends, in place of
-            the usual one. The shape of each message is then sent before it. A message is one tensor
-            of three dimensions.
+            the usual ones. Each message's shape is sent before it. Messages have three dimensions.
         p2p_communicator, pg_collection: transport and groups in place of the mesh's. Give both or
             neither. One pipeline rank reads no p2p_communicator.
         consumed_microbatches: number of microbatches that this rank has trained on before. This
@@ -216,7 +217,7 @@ class Step:
     def _kept(self) -> dict[str, Any]:
         """Return the dict of state kept from step to step: engines, count of microbatches.
 
-        The mesh holds the dict, because Megatron's callers ask for a new `Step` in each step.
+        The mesh holds the dict, because Megatron's callers ask for a new function in each step.
         """
         mesh = self.mesh or ProcessMesh.current()
         return self._alone if mesh is None else mesh.kept

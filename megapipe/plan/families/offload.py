@@ -10,7 +10,7 @@ from statistics import fmean
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.plan.part import NothingToDo, Part
+from megapipe.plan.part import NothingToDo, PlanFeature
 from megapipe.plan.plan import OfPlan, Plan
 from megapipe.plan.state import GIB
 from megapipe.schedule import Costs, Kind, Schedule, Timeline
@@ -271,7 +271,7 @@ def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
         )
 
 
-OFFLOAD = Part(
+OFFLOAD = PlanFeature(
     "offload",
     of=_of,
     check=_check,

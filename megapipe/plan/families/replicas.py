@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megapipe.config import Config
-from megapipe.plan.part import Part
+from megapipe.plan.part import PlanFeature
 from megapipe.plan.plan import OfPlan, Plan
 from megapipe.plan.state import bytes_of_state
 from megapipe.schedule import Costs, Schedule
@@ -129,4 +129,4 @@ def _of(config: Config, *_: Schedule | None) -> Replicas | None:
     return Replicas(config) if config.copies_state else None
 
 
-REPLICAS = Part("replicas", of=_of)
+REPLICAS = PlanFeature("replicas", of=_of)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.plan.layers import Work
-from megapipe.plan.part import Part
-from megapipe.plan.plan import OfPlan, Plan, Stored
+from megapipe.plan.part import PlanFeature
+from megapipe.plan.plan import OfPlan, ParameterBytes, Plan
 from megapipe.schedule import Costs, Kind, Schedule
 from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES, SHARDS
-from megapipe.schedule.families.sharding.sharded import Living, whole_at_most
+from megapipe.schedule.families.sharding.sharded import UnshardedStages, whole_at_most
 from megapipe.schedule.simulate import simulate
 
 
@@ -43,7 +43,7 @@ class Sharding(OfPlan):
 
     holds = "gathered weights and gradients"
 
-    def stored(self, whole: Stored, *, experts: bool) -> Stored:
+    def stored(self, whole: ParameterBytes, *, experts: bool) -> ParameterBytes:
         """Return the bytes of one parameter's weight and gradient that a rank keeps.
 
         Args:
@@ -54,7 +54,7 @@ class Sharding(OfPlan):
         weight = whole.weight
         if self.weights:
             weight /= ranks
-        return Stored(weight, whole.gradient / ranks)
+        return ParameterBytes(weight, whole.gradient / ranks)
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
         """Return the costs with the times of gathers and reduce-scatters, and with gathered bytes.
@@ -96,7 +96,7 @@ class Sharding(OfPlan):
 
     def least(self, plan: Plan) -> Sequence[float]:
         """Return, for each rank, the gathered bytes if tensors are freed as soon as possible."""
-        return whole_at_most(plan.schedule, plan.costs, Living(int(self.weights), 1))
+        return whole_at_most(plan.schedule, plan.costs, UnshardedStages(int(self.weights), 1))
 
     def summary(self, plan: Plan) -> str:
         """Return a line on the number of collectives, the gathered GiB, and the time that both add.
@@ -200,7 +200,7 @@ def _of(config: Config, *_: Schedule | None) -> Sharding | None:
     )
 
 
-SHARDING = Part(
+SHARDING = PlanFeature(
     "sharding",
     of=_of,
     refused=lambda _, error: ConfigError(f"--data-parallel-sharding-strategy: {error}"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.partition.layout import AUTO
-from megapipe.plan.part import Part, Planner
+from megapipe.plan.part import PlanFeature, Planner
 from megapipe.plan.plan import Plan
 
 
@@ -48,4 +48,4 @@ def _time(plan: Plan) -> float:
     return time
 
 
-VOCABULARY = Part("vocabulary", best=_best)
+VOCABULARY = PlanFeature("vocabulary", best=_best)

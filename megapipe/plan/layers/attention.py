@@ -13,14 +13,14 @@ from typing import Any
 
 from megapipe.config import ModelConfig
 from megapipe.plan.layers.delta import delta_work
-from megapipe.plan.layers.load import Load, around, norm_size, norms_of_half
+from megapipe.plan.layers.load import RankLoad, around, norm_size, norms_of_half
 from megapipe.plan.layers.work import Work
 
 SMALLEST_BLOCK = 128
 """Fewest queries of a block of attention in windows. Smaller ones are not worth a kernel's call."""
 
 
-def attention_work(model: ModelConfig, load: Load) -> Work:
+def attention_work(model: ModelConfig, load: RankLoad) -> Work:
     """Return the work and memory of a layer's attention, with the norm before it.
 
     Args:
@@ -58,7 +58,7 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
     )
 
 
-def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
+def _saved(model: ModelConfig, load: RankLoad) -> dict[str, Any]:
     """Return the fields "held" and "copied" of attention's `Work` as {field: bytes}.
 
     `load` has a rank's tokens, and the ranks that split the layer.
@@ -106,12 +106,12 @@ def _sinks(model: ModelConfig) -> int:
     return model.heads * (model.softmax_type == "learnable")
 
 
-def _by_blocks(model: ModelConfig, load: Load) -> bool:
+def _by_blocks(model: ModelConfig, load: RankLoad) -> bool:
     """Return whether attention is computed with one block of keys after another."""
     return load.meets or model.attention_dropout > 0 or model.needs_blocks
 
 
-def _logarithms(model: ModelConfig, load: Load) -> float:
+def _logarithms(model: ModelConfig, load: RankLoad) -> float:
     """Return the bytes of the softmax's log-sum-exp, a float32 for each query and head.
 
     `load` has a rank's tokens, and the ranks that split the layer.
@@ -119,7 +119,7 @@ def _logarithms(model: ModelConfig, load: Load) -> float:
     return 4 * load.tokens * model.heads / load.tp
 
 
-def _windows(model: ModelConfig, load: Load, channels: int) -> float:
+def _windows(model: ModelConfig, load: RankLoad, channels: int) -> float:
     """Return the bytes that sliding-window attention keeps in addition; 0 without a window.
 
     Each block of queries keeps its output, the log-sum-exp of each query in float32, and its mask.
@@ -150,7 +150,7 @@ def _windows(model: ModelConfig, load: Load, channels: int) -> float:
     return blocks + load.element * pairs
 
 
-def _latent_work(model: ModelConfig, load: Load) -> Work:
+def _latent_work(model: ModelConfig, load: RankLoad) -> Work:
     """Return the work and memory of multi-latent attention (DeepSeek-V2) and the norm before it.
 
     `load` has a rank's tokens, and the ranks that split the layer.
@@ -194,7 +194,7 @@ def _latent_work(model: ModelConfig, load: Load) -> Work:
     )
 
 
-def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, Any]:
+def _saved_with_latents(model: ModelConfig, load: RankLoad, wide: int) -> dict[str, Any]:
     """Return the fields "held" and "copied" of multi-latent attention's `Work` as {field: bytes}.
 
     Args:

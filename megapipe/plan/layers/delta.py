@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from megapipe.config import ModelConfig
-from megapipe.plan.layers.load import Load, around, norm_size, norms_of_half
+from megapipe.plan.layers.load import RankLoad, around, norm_size, norms_of_half
 from megapipe.plan.layers.work import Work
 
 CHUNK = 64
 """Tokens of a chunk, as in `models.delta.rule`."""
 
 
-def delta_work(model: ModelConfig, load: Load) -> Work:
+def delta_work(model: ModelConfig, load: RankLoad) -> Work:
     """Return the work and memory of a layer's gated delta net, with the norm before it.
 
     Args:

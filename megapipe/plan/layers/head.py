@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megapipe.config import ModelConfig
-from megapipe.plan.layers.load import Load, norm_size
+from megapipe.plan.layers.load import RankLoad, norm_size
 from megapipe.plan.layers.work import Work
 from megapipe.plan.sizes import BLOCK_ELEMENTS_GPU, KEPT_ELEMENTS
 
 
-def head_work(model: ModelConfig, load: Load) -> Work:
+def head_work(model: ModelConfig, load: RankLoad) -> Work:
     """Return the work of the output head with the norm before it and the loss.
 
     Args:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from megapipe.config import ModelConfig
 from megapipe.plan.layers.attention import attention_work
-from megapipe.plan.layers.load import Load
+from megapipe.plan.layers.load import RankLoad
 from megapipe.plan.layers.mlp import mlp_work
 from megapipe.plan.layers.work import Work
 
 
-def layer_work(model: ModelConfig, load: Load) -> Work:
+def layer_work(model: ModelConfig, load: RankLoad) -> Work:
     """Return the work and memory of a transformer layer with this configuration.
 
     Args:

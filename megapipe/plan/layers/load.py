@@ -27,7 +27,7 @@ NOT_GATHERED = Gathers()
 
 
 @dataclass(frozen=True)
-class Load:
+class RankLoad:
     """The load of one rank: a microbatch's tokens on it, and the ranks that split a layer with it.
 
     The methods turn numbers of channels into FLOPs and bytes: `scores` and `sliced` for attention,
@@ -129,7 +129,7 @@ class Load:
         return self.tokens * (outside + self.element * inside / self.tp)
 
 
-def around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
+def around(model: ModelConfig, load: RankLoad) -> list[tuple[float, str]]:
     """Return [(bytes, module)] for what attention's norms, its input and its dropout keep.
 
     `load` has a rank's tokens, and the ranks that split the layer.

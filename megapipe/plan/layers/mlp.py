@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from megapipe.config import ModelConfig
 from megapipe.config.model.activation import ACTIVATIONS
-from megapipe.plan.layers.load import Load, norm_size, norms_of_half
+from megapipe.plan.layers.load import RankLoad, norm_size, norms_of_half
 from megapipe.plan.layers.work import Work
 
 NUMBER = 8
 """Bytes of the number of a row or of an expert, an int64."""
 
 
-def mlp_work(model: ModelConfig, load: Load) -> Work:
+def mlp_work(model: ModelConfig, load: RankLoad) -> Work:
     """Return the work and memory of a layer's MLP or experts, with the norm before it.
 
     Args:
@@ -112,7 +112,7 @@ class _Rows(NamedTuple):
     numbers: float
 
 
-def _experts(model: ModelConfig, load: Load) -> Work:
+def _experts(model: ModelConfig, load: RankLoad) -> Work:
     """Return the work and memory of a layer's experts, their router, and the norm before them.
 
     Args:
@@ -158,7 +158,7 @@ def _experts(model: ModelConfig, load: Load) -> Work:
     )
 
 
-def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
+def _placed(model: ModelConfig, load: RankLoad, accepted: float) -> _Rows:
     """Return how many rows this rank's experts compute, and whether the rows are exchanged.
 
     A row is one token for one of its experts.
@@ -183,7 +183,7 @@ def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
     return _Rows(here, False, here * 3 * NUMBER + tokens * ranks * choices * NUMBER)
 
 
-def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str]]:
+def _saved(model: ModelConfig, load: RankLoad, rows: _Rows) -> list[tuple[float, str]]:
     """Return the bytes that experts, router and norm keep until backward.
 
     Args:
@@ -210,7 +210,7 @@ def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str
     return [*saved, (_rest(model, load, rows), ""), (came, "expert_fc1"), (acts, "moe_act")]
 
 
-def _rest(model: ModelConfig, load: Load, rows: _Rows) -> float:
+def _rest(model: ModelConfig, load: RankLoad, rows: _Rows) -> float:
     """Return the bytes that router, shared expert, and the tables of where rows go keep.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from operator import add
 
-from megapipe.plan.layers.load import Load
+from megapipe.plan.layers.load import RankLoad
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Work:
             parameters=self.parameters // shares,
         )
 
-    def in_fp8(self, load: Load) -> Work:
+    def in_fp8(self, load: RankLoad) -> Work:
         """Return this layer's work, with the bytes of weights that are quantised once a step.
 
         Args:

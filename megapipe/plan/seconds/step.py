@@ -17,7 +17,7 @@ from megapipe.schedule import Costs
 from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import SHARDS
-from megapipe.schedule.families.sharding.sharded import Living
+from megapipe.schedule.families.sharding.sharded import UnshardedStages
 from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import SimulatedTimes, memory_steps, run_clock
@@ -26,7 +26,7 @@ Layout = tuple[int, ...]
 SUMS = "gradient sums"
 UPDATE = "update"
 MOVED = "activations out of the way"
-AHEAD = Living(2, 1, ahead=True)
+AHEAD = UnshardedStages(2, 1, ahead=True)
 """How long a search keeps gathered weights: for the present stage and the next one.
 
 A run chooses by its own table.

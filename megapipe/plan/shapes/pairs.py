@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapipe.config import Config
-from megapipe.plan.part import NothingToDo, Part
+from megapipe.plan.part import NothingToDo, PlanFeature
 from megapipe.plan.split import schedule_name
 from megapipe.schedule.ingredients import Refused
 
@@ -22,7 +22,7 @@ def _refused(config: Config, _: Refused) -> NothingToDo:
     )
 
 
-PAIRS = Part(
+PAIRS = PlanFeature(
     "pairs",
     without=lambda config: config.with_fields(overlap_moe_expert_parallel_comm=False),
     refused=_refused,

@@ -8,8 +8,8 @@ from inspect import signature
 from megapipe.config import Config
 from megapipe.config.layers import layer_config
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.plan.layers import Load, Work, layer_work
-from megapipe.plan.part import Part, Planner
+from megapipe.plan.layers import RankLoad, Work, layer_work
+from megapipe.plan.part import PlanFeature, Planner
 from megapipe.plan.plan import Plan
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.core.cuts import in_tokens, shares
@@ -161,7 +161,7 @@ def costs_of_layers(config: Config) -> Costs:
     """Return the FLOPs of F, B and W of all layers, with attention's fraction of each pass."""
     length = config.batch.seq_length or 1
     # A ratio of FLOPs is the same on every rank, for any microbatch and type.
-    load = Load(length, length, config.parallel.tensor_model_parallel_size, 1, 4, False)
+    load = RankLoad(length, length, config.parallel.tensor_model_parallel_size, 1, 4, False)
     layers = range(config.model.layers)
     work = sum((layer_work(layer_config(config.model, layer), load) for layer in layers), Work())
     return Costs(
@@ -173,7 +173,7 @@ def costs_of_layers(config: Config) -> Costs:
     )
 
 
-SLICES = Part(
+SLICES = PlanFeature(
     "cuts",
     best=_best,
     chosen=lambda config, plan: chosen(config, len(plan.schedule.cuts) or 1),

@@ -23,7 +23,7 @@ _STEP = 16
 """A GPU's FP8 product needs rows of a multiple of this many elements."""
 
 
-class Recipe(NamedTuple):
+class FP8Recipe(NamedTuple):
     """A way to quantise operands. `format`, `kind` and `algorithm` have Megatron-LM's values.
 
     `dtype` and `block` return an operand's FP8 type and the shape of its blocks.
@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
         return (128, 128) if role == WEIGHT else (1, 128)
 
 
-def products_of(recipe: Recipe | None) -> Products:
+def products_of(recipe: FP8Recipe | None) -> Products:
     """Return the products of a layer that quantises by this recipe; unquantised for None."""
     if recipe is None:
         return PLAIN
@@ -92,7 +92,7 @@ class Scaled(Products, nn.Module):
 
     weights: dict[tuple[int, bool], Quantised] | None
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: FP8Recipe) -> None:
         super().__init__()
         self.recipe = recipe
         self.weights = None
@@ -226,7 +226,7 @@ class Delayed(Scaled):
 
     amax_history: Tensor
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: FP8Recipe) -> None:
         super().__init__(recipe)
         self.register_buffer("amax_history", torch.zeros(3, recipe.history))
         # Not a buffer: it differs between ranks until the step ends, so it is not saved.

@@ -17,7 +17,7 @@ from megapipe.plan.make import make_plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.replicas import exposed
 from megapipe.schedule.simulate import run_clock
-from megapipe.tensor_parallel.fp8.products import Delayed, Recipe, Scaled, products_of
+from megapipe.tensor_parallel.fp8.products import Delayed, FP8Recipe, Scaled, products_of
 from megapipe.training.hooks import Callback, Hooks
 
 SHAPES = {"a.weight": (136, 24), "b.weight": (3, 16, 136), "c.weight": (16, 16)}
@@ -26,7 +26,7 @@ SHAPES = {"a.weight": (136, 24), "b.weight": (3, 16, 136), "c.weight": (16, 16)}
 
 def products_and_weights(kind: str) -> tuple[dict[str, Scaled], dict[str, torch.nn.Parameter]]:
     drawn = torch.Generator().manual_seed(0)
-    made = {name: products_of(Recipe("hybrid", kind, margin=1)) for name in SHAPES}
+    made = {name: products_of(FP8Recipe("hybrid", kind, margin=1)) for name in SHAPES}
     for one in made.values():
         if isinstance(one, Delayed):
             one.amax_history.copy_(torch.tensor([[1.0], [0.5], [1.0]]))

@@ -18,7 +18,7 @@ from megapipe.pipeline_parallel.families import PASSES
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import whole_step
 from megapipe.schedule import Costs, Kind, build, simulate
-from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.sharding.sharded import UnshardedStages, with_sharded_weights
 from megapipe.training.hooks import Callback, Hooks
 
 from ..test_distributed import compare
@@ -46,11 +46,11 @@ def test_a_run_has_the_bits_of_one_without(schedule, pp, ours, flags):
 @pytest.mark.parametrize(
     ("schedule", "living"),
     [
-        ("interleaved", Living(1, 1)),
-        ("interleaved", Living(2, 1, ahead=True)),
-        ("interleaved", Living(3, 3)),
-        ("zb-v", Living(1, 1)),
-        ("zb-v", Living(2, 2)),
+        ("interleaved", UnshardedStages(1, 1)),
+        ("interleaved", UnshardedStages(2, 1, ahead=True)),
+        ("interleaved", UnshardedStages(3, 3)),
+        ("zb-v", UnshardedStages(1, 1)),
+        ("zb-v", UnshardedStages(2, 2)),
     ],
 )
 def test_a_rank_has_no_more_whole_than_the_clock_says(schedule, living, monkeypatch):

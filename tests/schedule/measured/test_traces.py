@@ -12,7 +12,7 @@ import pytest
 from megapipe.commands import traces
 from megapipe.errors import ConfigError, DataError
 from megapipe.schedule import Costs, Schedule, build, simulate
-from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.sharding.sharded import UnshardedStages, with_sharded_weights
 from megapipe.schedule.families.step.optimizer import with_optimizer
 from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.kinds import Lane
@@ -87,7 +87,7 @@ def test_what_runs_beside_the_passes_is_on_its_lane_measured_and_predicted(tmp_p
 
 def test_gathers_and_sums_of_runs_are_measured_and_stand_where_they_were_begun(tmp_path):
     costs = Costs(g=2.5, a=1.25)
-    table = with_sharded_weights(build("interleaved", 2, 4, chunks=2), costs, Living(1, 1))
+    table = with_sharded_weights(build("interleaved", 2, 4, chunks=2), costs, UnshardedStages(1, 1))
     write_runs(tmp_path, table, costs)
     (ranks,) = pipelines([read(p) for p in sorted(tmp_path.iterdir())])
     schedule, predicted = predict(ranks)

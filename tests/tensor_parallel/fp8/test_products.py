@@ -11,7 +11,7 @@ from megapipe.tensor_parallel.fp8.products import (
     INPUT,
     WEIGHT,
     Delayed,
-    Recipe,
+    FP8Recipe,
     _on_gpu,
     multiply,
     products_of,
@@ -51,7 +51,7 @@ def weight_by_hand(w, kind):
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_product_is_that_of_the_quantised_operands_in_float64(kind, form):
-    products, most = products_of(Recipe(form, kind)), 57344 if form == "hybrid" else 448
+    products, most = products_of(FP8Recipe(form, kind)), 57344 if form == "hybrid" else 448
     x, w, dy = random(N, IN), random(OUT, IN, seed=1, size=0.02), random(N, OUT, seed=2, size=1e-6)
     bias = random(OUT, seed=3)
     wanted = by_hand(x, kind, 448) @ weight_by_hand(w, kind).t() + bias.double()
@@ -67,13 +67,13 @@ def test_a_factor_of_mxfp8_is_of_32_numbers_along_the_sum():
     x = torch.ones(1, IN)
     x[0, 32] = 2.0**30
     wanted = torch.cat([torch.ones(32), torch.tensor([2.0**30]), torch.zeros(31), torch.ones(32)])
-    products = products_of(Recipe("e4m3", "mxfp8"))
+    products = products_of(FP8Recipe("e4m3", "mxfp8"))
     assert torch.equal(products.forward(x, torch.eye(IN))[0], wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_rounded_once_and_main_gradients_never(kind):
-    products = products_of(Recipe("hybrid", kind))
+    products = products_of(FP8Recipe("hybrid", kind))
     x, w, dy = random(N, IN).bfloat16(), random(OUT, IN, seed=1).bfloat16(), random(N, OUT, seed=2).bfloat16()
     assert torch.equal(products.forward(x, w), products.forward(x.float(), w.float()).bfloat16())
     main_grad = torch.ones(OUT, IN)
@@ -83,7 +83,7 @@ def test_bf16_is_rounded_once_and_main_gradients_never(kind):
 
 def test_the_weights_gradient_may_stay_out():
     dy, x = random(N, OUT).bfloat16(), random(N, IN, seed=1).bfloat16()
-    products = products_of(Recipe("hybrid", "tensorwise", weight_grads=False))
+    products = products_of(FP8Recipe("hybrid", "tensorwise", weight_grads=False))
     assert torch.equal(products.weight_grad(dy, x), PLAIN.weight_grad(dy, x))
     one, two = torch.zeros(OUT, IN), torch.zeros(OUT, IN)
     products.add_weight_grad(one, dy, x)
@@ -94,7 +94,7 @@ def test_the_weights_gradient_may_stay_out():
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
 def test_torchs_scaled_product_computes_the_same(form):
     """The call of a GPU, which torch has for CPUs too; rows of 37 tokens are filled up there."""
-    products = products_of(Recipe(form, "tensorwise"))
+    products = products_of(FP8Recipe(form, "tensorwise"))
     x, w, dy = random(N, IN), random(OUT, IN, seed=1), random(N, OUT, seed=2)
     bias = random(OUT, seed=3)
     pairs = [
@@ -112,7 +112,7 @@ def test_torchs_scaled_product_computes_the_same(form):
 def layer(kind, tp, column, sequence_parallel=False):
     """Of weights by name, with main_grad, and histories as after a step."""
     made = ColumnParallelLinear if column else RowParallelLinear
-    linear = made(256, 256, tp=tp, bias=False, sequence_parallel=sequence_parallel, fp8=Recipe("hybrid", kind))
+    linear = made(256, 256, tp=tp, bias=False, sequence_parallel=sequence_parallel, fp8=FP8Recipe("hybrid", kind))
     dim = 0 if column else 1
     with torch.no_grad():
         linear.weight.copy_(random(256, 256, seed=1, size=0.1).chunk(tp.size, dim)[tp.rank])
@@ -181,7 +181,7 @@ def test_ranks_quantise_their_slices_as_one_does_the_whole(kind, column):
 
 def test_delayed_scales_follow_from_the_largest_of_the_steps_or_the_last():
     for algorithm, amax in (("max", 8.0), ("most_recent", 2.0)):
-        products = Delayed(Recipe("e4m3", "delayed", margin=1, history=3, algorithm=algorithm))
+        products = Delayed(FP8Recipe("e4m3", "delayed", margin=1, history=3, algorithm=algorithm))
         x = random(4, 32)
         assert products.quantised(x, INPUT).factors.item() == pytest.approx(x.abs().max().item() * 2 / 448)
         for seen in (8.0, 2.0):
@@ -197,7 +197,7 @@ def test_delayed_scales_follow_from_the_largest_of_the_steps_or_the_last():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_computes_what_a_cpu_does(kind):
     x, w, dy = random(N, IN).bfloat16(), random(OUT, IN, seed=1).bfloat16(), random(N, OUT, seed=2).bfloat16()
-    on_cpu, on_gpu = (products_of(Recipe("hybrid", kind)) for _ in range(2))
+    on_cpu, on_gpu = (products_of(FP8Recipe("hybrid", kind)) for _ in range(2))
     if isinstance(on_gpu, Delayed):
         on_gpu.cuda()
     for name, pair in (("forward", (x, w)), ("input_grad", (dy, w)), ("weight_grad", (dy, x))):

@@ -21,7 +21,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.make import make_plan
 from megapipe.schedule import build
-from megapipe.tensor_parallel.fp8.products import GRADIENT, INPUT, WEIGHT, Delayed, Recipe, Scaled
+from megapipe.tensor_parallel.fp8.products import GRADIENT, INPUT, WEIGHT, Delayed, FP8Recipe, Scaled
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training
 
@@ -50,8 +50,8 @@ MODELS = {
 
 def test_flags_make_the_recipe():
     settings = replace(DELAYED, fp8_margin=1, no_fp8_wgrad=True)
-    assert recipe_of(settings) == Recipe("hybrid", "delayed", False, margin=1, history=3, algorithm="max")
-    assert recipe_of(replace(settings, fp8_recipe="mxfp8")) == Recipe("hybrid", "mxfp8", False)
+    assert recipe_of(settings) == FP8Recipe("hybrid", "delayed", False, margin=1, history=3, algorithm="max")
+    assert recipe_of(replace(settings, fp8_recipe="mxfp8")) == FP8Recipe("hybrid", "mxfp8", False)
     assert recipe_of(LLAMA) is None
 
 

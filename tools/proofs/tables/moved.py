@@ -12,7 +12,7 @@ from megapipe.config.parallel.offload import Module
 from megapipe.schedule import Schedule
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.families.sharding.runs import GATHERS
-from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.sharding.sharded import UnshardedStages, with_sharded_weights
 
 # Stages and microbatches, or slices, by what is left of their sum when it is divided by 3: on the
 # host meanwhile, computed again.
@@ -58,7 +58,7 @@ def sharded(schedule: Schedule, sharding: str, living: tuple[int, int, bool] | N
     """
     if sharding == "none":
         return schedule
-    table = with_sharded_weights(schedule, living=Living(*living) if living else ())
+    table = with_sharded_weights(schedule, living=UnshardedStages(*living) if living else ())
     if sharding == "weights":
         return table
     rows = tuple(tuple(step for step in row if step[0].kind not in GATHERS) for row in table.ranks)

@@ -33,7 +33,7 @@ from megapipe.schedule import (
     verify,
 )
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
-from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.sharding.sharded import UnshardedStages, with_sharded_weights
 from megapipe.schedule.kinds import Lane
 from tools.proofs.tables.drawn import any_table, at, with_row
 from tools.proofs.tables.proof import Mistake, Proof, Wrong, misorder, most
@@ -46,7 +46,7 @@ Change = Callable[[Row, int, Pass], tuple[Row, Pass] | None]
 """Makes a mistake in a row, at a step with a pass. Returns the row and the pass to blame."""
 
 
-def draw(dice: Random) -> tuple[Schedule, tuple[Costs, Living]] | None:
+def draw(dice: Random) -> tuple[Schedule, tuple[Costs, UnshardedStages]] | None:
     """Draw a table of sharded weights, its costs and the request; None if there is no table."""
     p = dice.randint(1, 8)
     sizes = {name: dice.uniform(0.1, 4) for name in ("mem_a", "mem_g")}
@@ -61,13 +61,13 @@ def draw(dice: Random) -> tuple[Schedule, tuple[Costs, Living]] | None:
         elif dice.random() < 0.2:
             copies = replace(costs, o=dice.random(), l=dice.random())
             table = with_offload(table, copies, share=dice.random())
-        living = Living(dice.randint(1, 6), dice.randint(1, 6), ahead=dice.random() < 0.5)
+        living = UnshardedStages(dice.randint(1, 6), dice.randint(1, 6), ahead=dice.random() < 0.5)
         return with_sharded_weights(table, costs, living), (costs, living)
     except ScheduleError:
         return None
 
 
-def check(table: Schedule, known: tuple[Costs, Living]) -> None:
+def check(table: Schedule, known: tuple[Costs, UnshardedStages]) -> None:
     """Raise ScheduleError or AssertionError for a table that is refused or holds something else."""
     costs, living = known
     verify(table, costs=costs)

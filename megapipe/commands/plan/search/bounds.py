@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megapipe.config import Config
-from megapipe.plan import Pieces, pieces_of
+from megapipe.plan import ModelWork, pieces_of
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import of_layer
 from megapipe.plan.seconds.replicas import OfRank, sent
@@ -61,9 +61,9 @@ class Counted:
         known: the counts so far, by the settings on which they depend.
     """
 
-    known: dict[Any, Pieces] = field(default_factory=dict)
+    known: dict[Any, ModelWork] = field(default_factory=dict)
 
-    def pieces(self, cell: Config) -> Pieces:
+    def pieces(self, cell: Config) -> ModelWork:
         """Return the work of embedding, layers and head of a cell."""
         par = cell.parallel
         key: tuple[Any, ...] = (

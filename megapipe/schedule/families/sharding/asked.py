@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.schedule.families.sharding.sharded import Living
+from megapipe.schedule.families.sharding.sharded import UnshardedStages
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Sharding:
     """
 
     weights: bool = True
-    living: Living | None = None
+    living: UnshardedStages | None = None
 
     @property
-    def shortest(self) -> Living:
+    def shortest(self) -> UnshardedStages:
         """Return the choice with the fewest stages gathered at a time, so with least memory."""
-        return Living(int(self.weights), 1)
+        return UnshardedStages(int(self.weights), 1)

@@ -41,7 +41,7 @@ The limit is no time, so that every rank finds the same table.
 """
 
 
-class Living(NamedTuple):
+class UnshardedStages(NamedTuple):
     """A choice of how many stages of a rank have full weights and full gradients at a time.
 
     Attributes:
@@ -59,7 +59,9 @@ class Living(NamedTuple):
 
 
 def with_sharded_weights(
-    schedule: Schedule, costs: Costs = UNIT, living: Living | Sequence[Living] = ()
+    schedule: Schedule,
+    costs: Costs = UNIT,
+    living: UnshardedStages | Sequence[UnshardedStages] = (),
 ) -> Schedule:
     """Return the table with gathers of weights and reductions of gradients for sharding.
 
@@ -75,10 +77,10 @@ def with_sharded_weights(
     _refuse(schedule)
     clock = run_clock(schedule, costs)
     most = max(len(schedule.placement.stages_on(rank)) for rank in range(len(schedule.ranks)))
-    if isinstance(living, Living):
+    if isinstance(living, UnshardedStages):
         each = [living] * len(schedule.ranks)
     else:
-        each = [*living] or [Living(most, most)] * len(schedule.ranks)
+        each = [*living] or [UnshardedStages(most, most)] * len(schedule.ranks)
     rows = [_row(schedule, rank, clock, costs, one) for rank, one in enumerate(each)]
     return replace(schedule, ranks=tuple(rows))
 
@@ -150,10 +152,10 @@ def sharded_within(
 def _moved_tables(
     schedule: Schedule,
     costs: Costs,
-    ways: Iterable[Living],
+    ways: Iterable[UnshardedStages],
     limit: float,
     moved: Callable[[float], Schedule],
-) -> Iterator[tuple[Living, Schedule]]:
+) -> Iterator[tuple[UnshardedStages, Schedule]]:
     """Yield (choice, table) for choices that only fit with offload or recomputation.
 
     Args:
@@ -175,7 +177,7 @@ def _moved_tables(
             yield way, with_sharded_weights(table, costs, way)
 
 
-def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
+def whole_at_most(schedule: Schedule, costs: Costs, way: UnshardedStages) -> list[float]:
     """Return the most memory of full weights and gradients that each rank can hold at once.
 
     If `way` allows two stages at a time, these are the two largest stages and one more gradient,
@@ -238,7 +240,7 @@ class _Played:
         costs: the costs under which it is simulated.
     """
 
-    def __init__(self, way: Living, table: Schedule, costs: Costs) -> None:
+    def __init__(self, way: UnshardedStages, table: Schedule, costs: Costs) -> None:
         self.way = way
         self.table = table
         self.time = simulate(table, costs)
@@ -267,7 +269,7 @@ class _Played:
         return slow, sums, moves, max(self.time.peak), self.time.makespan
 
 
-def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living]:
+def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[UnshardedStages]:
     """Yield the choices to try of how many stages are gathered at a time.
 
     The choices are one, two, half of a rank's stages, and all. A large table has fewer choices,
@@ -287,7 +289,7 @@ def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living
     for weights, gradients, ahead in product(counts, sums, (False, True)):
         # One place cannot be kept for the next stage, and with a place for each none has to be.
         if not ahead or 1 < weights < most:
-            yield Living(weights, gradients, ahead)
+            yield UnshardedStages(weights, gradients, ahead)
 
 
 def _refuse(schedule: Schedule) -> None:
@@ -303,7 +305,7 @@ def _refuse(schedule: Schedule) -> None:
 
 
 def _row(
-    schedule: Schedule, rank: int, clock: SimulatedTimes, costs: Costs, living: Living
+    schedule: Schedule, rank: int, clock: SimulatedTimes, costs: Costs, living: UnshardedStages
 ) -> tuple[Step, ...]:
     """Return a rank's row with gathers and reductions inserted.
 

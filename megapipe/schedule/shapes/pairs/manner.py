@@ -13,7 +13,7 @@ from random import Random
 
 
 @dataclass(frozen=True)
-class Manner:
+class PairingPolicy:
     """A policy by which ranks choose which pass to run next, and together with which other pass.
 
     A pass is ready when it has its inputs.
@@ -43,11 +43,12 @@ class Manner:
 # wait, reach, forwards, backwards, weights, keep. From microbatch 1 on, or never (inf), two F run
 # together.
 GRID = [
-    Manner(*x) for x in product((0.5, 2.0), (1, 8), (inf, 1.0), (False,), (False, True), (0, 1))
+    PairingPolicy(*x)
+    for x in product((0.5, 2.0), (1, 8), (inf, 1.0), (False,), (False, True), (0, 1))
 ]
 
 
-def changed(manner: Manner, ranks: int, random: Random) -> Manner:
+def changed(manner: PairingPolicy, ranks: int, random: Random) -> PairingPolicy:
     """Return a policy with one of its values changed at random.
 
     Args:

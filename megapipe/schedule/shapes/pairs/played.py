@@ -14,7 +14,7 @@ from megapipe.schedule.core.compiled import doubles, ints, library
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import LAYERS, Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.shapes.pairs.manner import Manner
+from megapipe.schedule.shapes.pairs.manner import PairingPolicy
 
 Rows = tuple[tuple[Step, ...], ...]
 _TOGETHER = ((0, 3), (0, 0), (1, 1), (3, 3), (1, 2), (3, 2), (0, 2))
@@ -44,10 +44,10 @@ class _Manner(ctypes.Structure):
 
 def compiled_play(
     schedule: Schedule, costs: Costs, limits: Sequence[float], split: bool
-) -> Callable[[Manner], tuple[float, Callable[[], Rows]] | None] | None:
+) -> Callable[[PairingPolicy], tuple[float, Callable[[], Rows]] | None] | None:
     """Return a function that simulates the table in C, with pairs chosen by a policy.
 
-    The function takes a Manner, the policy by which ranks choose among ready passes. The result is
+    The function takes the policy by which ranks choose among ready passes. The result is
     (makespan, rows), or None if ranks deadlock. `rows()` returns each rank's steps; call it before
     the next simulation.
 
@@ -72,7 +72,7 @@ def compiled_play(
     made = ints([0] * place.num_ranks)
     code.play.restype = ctypes.c_double
 
-    def timed(manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
+    def timed(manner: PairingPolicy) -> tuple[float, Callable[[], Rows]] | None:
         spare = manner.spare or (0,) * place.num_ranks
         given = _Manner(
             manner.wait,

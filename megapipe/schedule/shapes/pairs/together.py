@@ -16,7 +16,7 @@ from random import Random
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.shapes.pairs.manner import GRID, Manner, changed
+from megapipe.schedule.shapes.pairs.manner import GRID, PairingPolicy, changed
 from megapipe.schedule.shapes.pairs.played import Rows, compiled_play
 from megapipe.schedule.simulate import run_clock, simulate, uncollected
 
@@ -29,9 +29,9 @@ def best_play(
 ) -> tuple[float, Schedule] | None:
     """Return (makespan, table) of the best policy for choosing overlapped pairs.
 
-    Returns None if ranks deadlock with every policy. A policy (`Manner`) says how ranks choose
-    among passes that have their inputs. A grid of policies is tried first. Then policies near the
-    best are changed at random.
+    Returns None if ranks deadlock with every policy. A `PairingPolicy` says how ranks choose among
+    passes that have their inputs. A grid of policies is tried first. Then policies near the best
+    are changed at random.
 
     Args:
         schedule: the table without pairs.
@@ -47,7 +47,7 @@ def best_play(
     ramp = tuple(range(len(limits)))
     grid = [*GRID, *(replace(manner, spare=ramp) for manner in GRID[::4])]
     best: tuple[float, float, Schedule] | None = None
-    near: tuple[float, Manner] | None = None
+    near: tuple[float, PairingPolicy] | None = None
     for n in range(tries):
         # The grid first, then a random walk. A step of the walk may be 0.3% longer, so that it
         # leaves a policy that no single change improves.
@@ -128,7 +128,7 @@ class Play:
             backwards = [x for x in passes if x.kind.is_backward]
             self.backwards.append([x._replace(kind=Kind.B) for x in backwards])
 
-    def timed(self, manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
+    def timed(self, manner: PairingPolicy) -> tuple[float, Callable[[], Rows]] | None:
         """Return (makespan, function that returns each rank's steps) under a policy.
 
         `manner` is the policy. Returns None if ranks deadlock.
@@ -139,7 +139,7 @@ class Play:
         clock = run_clock(replace(self.schedule, ranks=rows), self.costs)
         return max(ends[-1] for ends in clock.end if ends), lambda: rows
 
-    def run(self, manner: Manner) -> Rows | None:
+    def run(self, manner: PairingPolicy) -> Rows | None:
         """Return each rank's steps under a policy, with all passes of the table.
 
         `manner` is the policy. Returns None if ranks deadlock.

@@ -11,7 +11,12 @@ import pytest
 from megapipe.commands.schedules import main
 from megapipe.schedule import Costs, Kind, Pass, Schedule, ScheduleError, build, load, simulate, verify
 from megapipe.schedule.families.offload.solve import solve
-from megapipe.schedule.families.sharding.sharded import Living, sharded_within, whole_at_most, with_sharded_weights
+from megapipe.schedule.families.sharding.sharded import (
+    UnshardedStages,
+    sharded_within,
+    whole_at_most,
+    with_sharded_weights,
+)
 from tools.proofs.tables import weights
 from tools.proofs.tables.proof import Proof
 
@@ -25,21 +30,21 @@ def count(table: Schedule, *kinds: Kind) -> int:
 
 @pytest.mark.parametrize("v, places", [(4, 1), (4, 2), (4, 3), (6, 2)])
 def test_breadth_first_gathers_each_stage_twice_but_those_that_stay(v: int, places: int) -> None:
-    table = with_sharded_weights(build("breadth-first", 1, 8, chunks=v), LINK, Living(places, 1))
+    table = with_sharded_weights(build("breadth-first", 1, 8, chunks=v), LINK, UnshardedStages(places, 1))
     verify(table)
     assert count(table, Kind.AF, Kind.AB) == 2 * v - places
     assert count(table, Kind.RS) == v
 
 
 def test_depth_first_gathers_and_sums_for_every_microbatch() -> None:
-    table = with_sharded_weights(build("1f1b-v", 1, 8), LINK, Living(1, 1))
+    table = with_sharded_weights(build("1f1b-v", 1, 8), LINK, UnshardedStages(1, 1))
     assert count(table, Kind.AF, Kind.AB) == 2 * 8 + 1  # 0F 1F 1BW 0BW 0F 1F ...: the turns share a gather
     assert count(table, Kind.RS) == 2 * 8
 
 
 def test_a_second_place_hides_all_gathers_behind_passes_but_the_first() -> None:
     plain = build("breadth-first", 1, 8, chunks=4)
-    time = simulate(with_sharded_weights(plain, LINK, Living(2, 1)), LINK)
+    time = simulate(with_sharded_weights(plain, LINK, UnshardedStages(2, 1)), LINK)
     # What shows is the gather before the first pass and the reduction behind the last, of a stage of a quarter.
     assert time.makespan == simulate(plain).makespan + (0.5 + 1) / 4
     # Weights of two stages, gradients of two, those on the link and those of the next; shares are not counted.
@@ -67,7 +72,7 @@ def test_activations_are_moved_where_weights_need_their_room() -> None:
 
     table = sharded_within(plain, costs, 5, moved=moved)
     verify(table, memory=5, costs=costs)
-    assert max(asked) == 5 - whole_at_most(plain, costs, Living(1, 1))[0] == 5 - (1 / 4 * 1 + 2 / 4 * 2)
+    assert max(asked) == 5 - whole_at_most(plain, costs, UnshardedStages(1, 1))[0] == 5 - (1 / 4 * 1 + 2 / 4 * 2)
     assert table.kinds & {Kind.O, Kind.R}
 
 
@@ -83,10 +88,10 @@ def test_no_more_activations_are_moved_than_the_memory_asks_for() -> None:
 
 def test_a_gradient_waits_for_all_reductions_but_the_last() -> None:
     slow = replace(LINK, g=20)  # each of the four takes five passes' time, so only their memory holds the passes back
-    table = with_sharded_weights(build("breadth-first", 1, 4, chunks=4), slow, Living(2, 1))
+    table = with_sharded_weights(build("breadth-first", 1, 4, chunks=4), slow, UnshardedStages(2, 1))
     time = simulate(table, slow)
     assert time.start[Pass(Kind.BW, 1, 0)] == time.end[Pass(Kind.RS, 3, 3)]
-    assert time.peak == (whole_at_most(table, slow, Living(2, 1))[0],)
+    assert time.peak == (whole_at_most(table, slow, UnshardedStages(2, 1))[0],)
 
 
 def test_what_a_table_has_already_is_not_sharded() -> None:
