@@ -30,7 +30,7 @@ from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.rng import current_stream, dropout
+from megapipe.tensor_parallel.rng import current_microbatch, dropout
 from megapipe.tensor_parallel.scaling import scaled
 from megapipe.tensor_parallel.softcap import capped
 from megapipe.tensor_parallel.vocabulary import VocabularyRows
@@ -352,7 +352,7 @@ class GPTModel(nn.Module):
         if self.embedding is not None and self.span.embedding:
             assert tokens is not None, "the stage with the embedding needs tokens"
             if position_ids is None:
-                cut = current_stream().cut
+                cut = current_microbatch().cut
                 row = positions(cut.whole(tokens.shape[1]), cut, None, tokens.device)
                 position_ids = row.expand_as(tokens)
             x = self.embedding(tokens, position_ids, self._input)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megapipe.config import ModelConfig
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.rng import current_stream
+from megapipe.tensor_parallel.rng import current_microbatch
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         function: must return the same when called again. Parameters that it uses get gradients.
         inputs: the arguments of `function`.
     """
-    if current_stream().recomputes:
+    if current_microbatch().recomputes:
         return from_inputs(function, *inputs)
     return function(*inputs)
 
@@ -117,7 +117,7 @@ def without_result(
     function's own backward needs x anyway.
     """
     y = function(x)
-    if not (current_stream().recomputes and y.requires_grad):
+    if not (current_microbatch().recomputes and y.requires_grad):
         return use(y)
     # The result is recognised by its storage, because views of it are saved too. The hooks live as
     # long as the graph, so they must not hold y itself.

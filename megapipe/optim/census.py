@@ -16,7 +16,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 
 
-class Row(NamedTuple):
+class ParameterRow(NamedTuple):
     """One parameter on one rank: a row of the list of all parameters.
 
     Attributes:
@@ -53,8 +53,8 @@ class Census(NamedTuple):
         twins: {name: row of the parameter's replica on another rank}; {} unless under DualPipe.
     """
 
-    owners: Mapping[str, Row]
-    twins: Mapping[str, Row]
+    owners: Mapping[str, ParameterRow]
+    twins: Mapping[str, ParameterRow]
 
     @property
     def order(self) -> dict[str, int]:
@@ -82,7 +82,7 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
     for number, stage in enumerate(stages):
         for name, param in stage.named_parameters():
             layout = layout_of(param)
-            row = Row(
+            row = ParameterRow(
                 name,
                 mesh.pp.rank,
                 number,
@@ -98,9 +98,9 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
     everyone = mesh.pp.gather_json((own, mesh.ends.size > 1, mesh.twins.size > 1))
     rows, with_ends, with_twins = zip(*everyone, strict=True)
     problems: list[str] = []
-    owners: dict[str, Row] = {}
-    twins: dict[str, Row] = {}
-    for row in (Row(*row) for rank in rows for row in rank):
+    owners: dict[str, ParameterRow] = {}
+    twins: dict[str, ParameterRow] = {}
+    for row in (ParameterRow(*row) for rank in rows for row in rank):
         # The first row of a name stays; a second one must be its replica on the mirrored rank.
         other = owners.setdefault(row.name, row)
         if other is row:
@@ -139,7 +139,7 @@ def trained(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def frozen(
-    stages: Sequence[nn.Module], census: Mapping[str, Row], mesh: ProcessMesh
+    stages: Sequence[nn.Module], census: Mapping[str, ParameterRow], mesh: ProcessMesh
 ) -> list[nn.Parameter] | None:
     """Return the frozen parameters that this rank adds to sums over the model, such as norms.
 
@@ -162,7 +162,7 @@ def frozen(
     return found
 
 
-def check_trained(census: Mapping[str, Row]) -> None:
+def check_trained(census: Mapping[str, ParameterRow]) -> None:
     """Raise ConfigError if no parameter is trained. `census` is {name of a parameter: its row}."""
     if not any(row.trained for row in census.values()):
         raise ConfigError(
@@ -171,7 +171,7 @@ def check_trained(census: Mapping[str, Row]) -> None:
         )
 
 
-def _mirrored(a: Row, b: Row, pp: int) -> bool:
+def _mirrored(a: ParameterRow, b: ParameterRow, pp: int) -> bool:
     """Return whether the rows a and b are DualPipe's replicas of one parameter.
 
     Replicas have equal rows, on mirrored ranks and in the two copies of the model. `pp` is the
@@ -183,7 +183,10 @@ def _mirrored(a: Row, b: Row, pp: int) -> bool:
 
 
 def _tie_problems(
-    user: Row, owner: Row | None, with_ends: Sequence[bool], twins: Mapping[str, Row]
+    user: ParameterRow,
+    owner: ParameterRow | None,
+    with_ends: Sequence[bool],
+    twins: Mapping[str, ParameterRow],
 ) -> list[str]:
     """Return the reasons why a parameter cannot repeat a weight; [] if it can.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.optim.census import Census, Row, natural
+from megapipe.optim.census import Census, ParameterRow, natural
 
 
 class Tie(NamedTuple):
@@ -27,18 +27,19 @@ class Tie(NamedTuple):
     `owner` is the first use. `on` returns the uses on a rank.
 
     Attributes:
-        uses: one `Row` (name, rank, shape) for each of these parameters. The first is the owner,
-            which has the optimizer state and the place in a checkpoint. Last come the uses that
-            only receive updated weights from the owner's rank. The order is equal on all ranks.
+        uses: one `ParameterRow` (name, rank, shape) for each of these parameters. The first is the
+            owner, which has the optimizer state and the place in a checkpoint. Last come the uses
+            that only receive updated weights from the owner's rank. The order is equal on all
+            ranks.
         across: whether the uses are on several pipeline ranks. These ranks are on the axis
             mesh.ends, over which tied weights are exchanged.
     """
 
-    uses: tuple[Row, ...]
+    uses: tuple[ParameterRow, ...]
     across: bool
 
     @property
-    def owner(self) -> Row:
+    def owner(self) -> ParameterRow:
         """The parameter that has the weight's optimizer state and its place in a checkpoint."""
         return self.uses[0]
 
@@ -80,7 +81,7 @@ class Ties:
         take part in their sums. The order is equal on all ranks.
         """
         owners = self.census.owners
-        users = defaultdict[str, list[Row]](list)
+        users = defaultdict[str, list[ParameterRow]](list)
         for name in sorted(owners, key=natural):
             owner = owners[name].tied_to
             if owner is not None and owners[name].trained:
@@ -246,7 +247,7 @@ class Ties:
         """
         return torch.empty(tie.owner.local, dtype=like.dtype, device=like.device)
 
-    def _from(self, use: Row, x: Tensor) -> None:
+    def _from(self, use: ParameterRow, x: Tensor) -> None:
         """Broadcast x over `mesh.ends` from the rank that has the parameter `use`.
 
         `mesh.ends` are the first and the last rank of the pipeline, which share tied weights.

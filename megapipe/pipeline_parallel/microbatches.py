@@ -14,7 +14,7 @@ from torch import Tensor
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.schedule import Pass
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 
 Shape = tuple[int, ...]
 Grad = Tensor | Callable[[], Tensor] | None
@@ -49,7 +49,7 @@ class Microbatches:
         """
         return None, 0
 
-    def stream(self, whole: Stream, number: int) -> Stream:
+    def stream(self, whole: MicrobatchContext, number: int) -> MicrobatchContext:
         """Return the random stream of a part, given the stream of its whole microbatch.
 
         Args:
@@ -57,7 +57,7 @@ class Microbatches:
         """
         return whole
 
-    def keeping(self, stream: Stream, number: int, keep: Keep) -> Stream:
+    def keeping(self, stream: MicrobatchContext, number: int, keep: Keep) -> MicrobatchContext:
         """Return the stream with a function by which layers keep keys and values for later parts.
 
         Args:
@@ -68,7 +68,7 @@ class Microbatches:
         """
         return stream
 
-    def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
+    def begun(self, number: int, stream: Callable[[int], MicrobatchContext]) -> MicrobatchContext:
         """Return the random stream of a part (microbatch or slice) whose forward begins.
 
         A subclass may allocate here what the slices of a microbatch share, and free it at the last

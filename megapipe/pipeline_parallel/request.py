@@ -15,7 +15,7 @@ from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Pass, Schedule
 from megapipe.schedule.costs import UNIT
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Request:
     calculate_per_token_loss: bool = False
     averaged_over_cp: bool = False
     loss_scale: Callable[[], float] = lambda: 1.0
-    stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch)
+    stream: Callable[[int], MicrobatchContext] = lambda microbatch: MicrobatchContext(0, microbatch)
     variable_seq_lengths: bool = False
     documents: Callable[[int], Documents | None] | None = None
     around_last_backward: Callable[[int], AbstractContextManager[None]] | None = None

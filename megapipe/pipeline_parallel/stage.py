@@ -25,7 +25,7 @@ from megapipe.pipeline_parallel.passes.begin import Ends, Weights
 from megapipe.pipeline_parallel.request import Request
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.attached import attach_gradient
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 
@@ -109,7 +109,7 @@ class PipelineStage:
         """Return whether the last backward also synchronises gradients, as Megatron's does."""
         return self.request.around_last_backward is not None
 
-    def stream(self, number: int) -> Stream:
+    def stream(self, number: int) -> MicrobatchContext:
         """Return the random stream of a microbatch or slice. Layers read it in their forward.
 
         The stream gives random numbers, the range of tokens, and the factor on the layers' own
@@ -196,7 +196,7 @@ class PipelineStage:
         microbatch: int,
         x: Tensor | None,
         data: Iterator[Any] | None = None,
-        stream: Stream | None = None,
+        stream: MicrobatchContext | None = None,
     ) -> Tensor | None:
         """Run forward_step_func, save tensors for the backward, and return the output.
 

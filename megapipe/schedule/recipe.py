@@ -253,7 +253,7 @@ class Recipe:
         """Return the best table that a search finds on any of the placements of its settings."""
         # Only a search takes the time to import it.
         from megapipe.schedule.core.sliced_search import fastest_slices
-        from megapipe.schedule.search.auto import Candidate, limits, search_among
+        from megapipe.schedule.search.auto import CandidatePlacement, limits, search_among
 
         check_size(self.order, self.ranks, self.microbatches, 1)
         candidates = []
@@ -262,7 +262,7 @@ class Recipe:
             empty = Schedule(self.order, place, self.microbatches, rows, cuts=self.cuts)
             costs = terms.costs(empty)
             most = limits(place, costs, self._left(empty, costs, terms))
-            candidates.append(Candidate(place, costs, most))
+            candidates.append(CandidatePlacement(place, costs, most))
         chosen: dict[str, Any] = {
             "effort": search.effort,
             "progress": search.progress,

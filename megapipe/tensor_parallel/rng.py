@@ -37,11 +37,11 @@ _BLOCK_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True)
-class Stream:
+class MicrobatchContext:
     """A microbatch as its layers see it: its random streams, documents, ranks and slice.
 
     A random stream is a generator for one use of random numbers in one layer, such as a dropout.
-    Layers find this object by `current_stream`.
+    Layers find this object by `current_microbatch`.
 
     In the context `active` layers find this object. `activate` does the same without an end.
 
@@ -96,14 +96,14 @@ class Stream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Return a context whose layers find this object by `current_stream`."""
+        """Return a context whose layers find this object by `current_microbatch`."""
         token = self.activate()
         try:
             yield
         finally:
             _stream.reset(token)
 
-    def activate(self) -> Token[Stream | None]:
+    def activate(self) -> Token[MicrobatchContext | None]:
         """Make this stream the current one, for the rest of the running contextvars context.
 
         Returns: contextvars' token, by which the caller restores the stream before.
@@ -111,16 +111,16 @@ class Stream:
         return _stream.set(self)
 
 
-_stream: ContextVar[Stream | None] = ContextVar("stream", default=None)
+_stream: ContextVar[MicrobatchContext | None] = ContextVar("stream", default=None)
 
 
 @eager
-def current_stream() -> Stream:
-    """Return the `Stream` of the microbatch whose pass is running.
+def current_microbatch() -> MicrobatchContext:
+    """Return the `MicrobatchContext` of the microbatch whose pass is running.
 
-    Outside of any pass it is Stream(0, 0), of seed 0 and sample 0.
+    Outside of any pass it is MicrobatchContext(0, 0), of seed 0 and sample 0.
     """
-    return _stream.get() or Stream(0, 0)
+    return _stream.get() or MicrobatchContext(0, 0)
 
 
 def stream_key(*name: object) -> int:
@@ -166,7 +166,7 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
     if p == 0.0:
         return x
     # GPUs and CPUs draw different numbers: masks are equal in every layout, not on both devices.
-    mask = draws(x.shape, *site, device=x.device, tp=tp, dim=dim, cut=current_stream().cut) < p
+    mask = draws(x.shape, *site, device=x.device, tp=tp, dim=dim, cut=current_microbatch().cut) < p
     # Backward keeps the mask, one byte for each element.
     return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - p))
 
@@ -201,7 +201,7 @@ def draws(
     rows = cut.spans(whole[0])
     if tp is not None and dim == 0:
         rows = share_of(rows, tp.rank, tp.size)
-    stream = current_stream()
+    stream = current_microbatch()
     name = (stream.seed, stream.sample, *site)
     parts = [_uniform(whole, r.start, len(r), device, *name) for r in rows]
     draw = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -20,7 +20,7 @@ from megapipe.models.layer import compile_layers
 from megapipe.models.mlp import MLP
 from megapipe.models.norm import Norm
 from megapipe.partition.spans import LayerSpan
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 
 EOD = 3
 
@@ -100,7 +100,7 @@ def test_attention_inside_documents_equals_its_mask_written_out(window):
     number = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
     seen = past(SEQ).triu(-2 if window else -SEQ) & (number[:, :, None] == number[:, None])
     want = attend(layer, x, seen)
-    with Stream(0, 0, Documents(lengths, isolate=True, restart=False)).active():
+    with MicrobatchContext(0, 0, Documents(lengths, isolate=True, restart=False)).active():
         torch.testing.assert_close(layer(x), want)
         layer.config = replace(config, attention_dropout=1e-12)
         torch.testing.assert_close(layer.train()(x), want)
@@ -114,7 +114,7 @@ def test_a_model_reads_documents_as_if_each_came_alone():
     ids = positions(12, WHOLE, documents, tokens.device)
     for config in (GPT2, LLAMA):
         model = whole(config)
-        with Stream(0, 0, documents).active():
+        with MicrobatchContext(0, 0, documents).active():
             packed = model(tokens, ids)
         torch.testing.assert_close(packed, torch.cat([model(part) for part in tokens.split((4, 3, 5), dim=1)], dim=1))
 
@@ -126,7 +126,7 @@ def test_rotary_positions_need_no_restart_where_attention_stays_inside_documents
     out = {}
     for isolate in (True, False):
         for restart in (True, False):
-            with Stream(0, 0, find_documents(tokens, EOD, isolate=isolate, restart=restart)).active():
+            with MicrobatchContext(0, 0, find_documents(tokens, EOD, isolate=isolate, restart=restart)).active():
                 out[isolate, restart] = model(tokens)
     torch.testing.assert_close(out[True, True], out[True, False])
     assert not torch.allclose(out[False, True], out[False, False])
@@ -140,7 +140,7 @@ def test_compiled_layers_heed_the_documents_of_each_microbatch():
     tokens = torch.randint(4, VOCAB, (1, SEQ), generator=torch.Generator().manual_seed(0))
     for end in (2, 8):
         tokens[0, end] = EOD
-        with Stream(0, 0, find_documents(tokens, EOD, isolate=True, restart=True)).active():
+        with MicrobatchContext(0, 0, find_documents(tokens, EOD, isolate=True, restart=True)).active():
             torch.testing.assert_close(compiled(tokens), plain(tokens))
 
 

@@ -16,7 +16,7 @@ from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import compile_layers
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.partition.spans import LayerSpan
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 MODELS = {
@@ -38,7 +38,7 @@ def gradients(model: ModelConfig, backend: str | None) -> tuple[torch.Tensor, to
     stage, losses = WeightGrads(), []
     for microbatch in range(2):
         tokens = torch.randint(0, 64, (2, 13), generator=torch.Generator().manual_seed(microbatch))
-        with stage.capturing(), Stream(1, microbatch).active():
+        with stage.capturing(), MicrobatchContext(1, microbatch).active():
             losses.append(gpt(tokens[:, :-1], labels=tokens[:, 1:]))
         with stage.deferring(microbatch):
             losses[-1].sum().backward()

@@ -18,7 +18,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import pieces
 from megapipe.schedule import build, share_of_window
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 KINDS = {
@@ -33,10 +33,10 @@ KINDS = {
 }
 
 
-STREAM = Stream(3, 4)
+STREAM = MicrobatchContext(3, 4)
 
 
-def run(model: ModelConfig, stream: Stream = STREAM):
+def run(model: ModelConfig, stream: MicrobatchContext = STREAM):
     """Loss, gradients, and the bytes of activations that autograd kept between forward and backward."""
     gpt = GPTModel(model, LayerSpan(0, model.layers, True, True), Axis())
     initialize(gpt, 1, Axis())
@@ -72,7 +72,7 @@ def test_norms_before_recomputed_attention_have_the_same_bits():
     """A leaf's .grad is brought into the order of its elements. Inside documents attention's gradients lie otherwise:
     the norms of queries and keys added them up in another order, and a float32 run differed in its last bits."""
     model = replace(STYLES["llama"], qk_layernorm=True)
-    stream = Stream(3, 4, Documents(((5, 7), (12,)), isolate=True, restart=True))
+    stream = MicrobatchContext(3, 4, Documents(((5, 7), (12,)), isolate=True, restart=True))
     _, gradients, _ = run(model, stream)
     _, again, _ = run(replace(model, recompute_granularity="selective"), stream)
     assert all(torch.equal(again[name], gradient) for name, gradient in gradients.items())

@@ -19,7 +19,7 @@ from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import ScheduleError, build
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 
 STEP = {"data_iterator": None, "num_microbatches": 2, "seq_length": 1, "micro_batch_size": 1}
 
@@ -46,8 +46,8 @@ def test_microbatches_are_computed_again_but_those_that_the_config_keeps(
     config: dict[str, int], kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1F1B on one rank has one microbatch in flight at a time: each is the first of its window."""
-    seen: list[Stream] = []
-    monkeypatch.setattr(Stream, "activate", lambda self: seen.append(self))
+    seen: list[MicrobatchContext] = []
+    monkeypatch.setattr(MicrobatchContext, "activate", lambda self: seen.append(self))
     asked: list[PipelineStage] = []
     monkeypatch.setattr(PipelineStage, "finish", lambda self: asked.append(self))
     reported = get_forward_backward_func(mesh=ProcessMesh.single(), schedule="1f1b")(
@@ -108,8 +108,8 @@ def test_microbatches_of_several_lengths_are_refused_only_where_the_vocabulary_i
 
 
 def test_an_engine_that_is_told_no_more_trains_with_seed_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Stream] = []
-    monkeypatch.setattr(Stream, "activate", lambda self: seen.append(self))
+    seen: list[MicrobatchContext] = []
+    monkeypatch.setattr(MicrobatchContext, "activate", lambda self: seen.append(self))
     model = Layers()
     engine.ForwardBackward(ProcessMesh.single(), "1f1b", config=SimpleNamespace(hidden_size=1))(
         forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), {})),
@@ -124,8 +124,8 @@ def test_an_engine_that_is_told_no_more_trains_with_seed_0(monkeypatch: pytest.M
 def test_a_layers_own_loss_of_seven_tokens_weighs_as_they_do(
     per_token: bool, weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Stream] = []
-    monkeypatch.setattr(Stream, "activate", lambda self: seen.append(self))
+    seen: list[MicrobatchContext] = []
+    monkeypatch.setattr(MicrobatchContext, "activate", lambda self: seen.append(self))
     engine.ForwardBackward(ProcessMesh.single(), "1f1b", config=SimpleNamespace(hidden_size=1))(
         forward_step_func=lambda _, model: (model(), lambda out: (out.sum(), torch.tensor(7), {})),
         model=Layers(),

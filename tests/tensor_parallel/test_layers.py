@@ -20,7 +20,7 @@ from megapipe.tensor_parallel import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from megapipe.tensor_parallel.rng import Stream, dropout, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, dropout, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -171,7 +171,7 @@ def test_dropout_keeps_the_mean_and_depends_on_sample_layer_and_place_only():
     x = torch.ones(200, 200)
 
     def draw(sample: int, *site: object):
-        with Stream(1, sample).active():
+        with MicrobatchContext(1, sample).active():
             return dropout(x, 0.25, *site)
 
     assert draw(0, 3, "mlp").mean() == pytest.approx(1.0, abs=0.01)

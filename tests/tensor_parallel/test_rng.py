@@ -13,7 +13,7 @@ from torch import nn
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.tensor_parallel import rng
-from megapipe.tensor_parallel.rng import Stream, dropout, generator, initialize, stream_key
+from megapipe.tensor_parallel.rng import MicrobatchContext, dropout, generator, initialize, stream_key
 
 
 def test_no_two_of_a_million_streams_have_one_key_and_every_bit_of_the_keys_is_good():
@@ -55,7 +55,7 @@ def test_masks_of_all_pairs_of_samples_are_independent():
     samples, elements = 400, 512
     masks = []
     for sample in range(samples):
-        with Stream(1234, sample).active():
+        with MicrobatchContext(1234, sample).active():
             masks.append(dropout(torch.ones(elements, 1), 0.5, 3, "mlp_out").flatten().numpy() - 1)  # -1 or 1
     correlations = np.array(masks) @ np.array(masks).T / elements
     np.fill_diagonal(correlations, 0)

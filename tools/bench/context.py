@@ -32,7 +32,7 @@ from megapipe.models.layer import TransformerLayer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.context import context_bytes
 from megapipe.plan.pieces import pieces
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def layer_of(mesh: ProcessMesh, model: ModelConfig, tokens: int, batch: int = 1)
         return tensor
 
     with (
-        Stream(0, 0, cp=cp).active(),
+        MicrobatchContext(0, 0, cp=cp).active(),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         y = layer(x)

@@ -19,7 +19,7 @@ from megapipe.models.attention.blocks import MaskSpec
 from megapipe.models.attention.context import context_attention
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 
@@ -114,7 +114,9 @@ def dropout_attention(device: torch.device) -> CheckResult:
     q, k, v, grad = (torch.randn(2, 4, s, s, generator=draw) for _ in range(4))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context_attention(q, k, v, MaskSpec(s, Stream(1, 5), p=p, site=("layer",)))
+        return context_attention(
+            q, k, v, MaskSpec(s, MicrobatchContext(1, 5), p=p, site=("layer",))
+        )
 
     on_device = (q.to(device), k.to(device), v.to(device))
     unit = torch.eye(s, device=device).expand(2, 4, s, s).contiguous()

@@ -40,7 +40,7 @@ from megapipe.partition.spans import LayerSpan, partition
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.schedule import build
 from megapipe.schedule.catalogue import PLAIN, SCHEDULES
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 from megapipe.training.forward_step import forward_step
 from megapipe.training.steps.stages import Stages
@@ -110,7 +110,7 @@ def split(device: torch.device) -> CheckResult:
         main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         setattr(parameter, "main_grad", main_grad)  # noqa: B010
     owner = WeightGrads()
-    stream = Stream(1, 0)
+    stream = MicrobatchContext(1, 0)
     x, grad = (torch.randn(size.seq, 2, size.hidden, device=device).bfloat16() for _ in range(2))
 
     def forward() -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.tokens import Documents, Tokens, numbers_of
-from megapipe.tensor_parallel.rng import Stream, draws
+from megapipe.tensor_parallel.rng import MicrobatchContext, draws
 
 # Scores and queries of a block on a CPU. More would leave the cache, or compute more scores that
 # the causal mask then removes.
@@ -69,7 +69,7 @@ class MaskSpec:
     """
 
     length: int
-    stream: Stream
+    stream: MicrobatchContext
     window: int | None = None
     documents: Documents | None = None
     p: float = 0.0

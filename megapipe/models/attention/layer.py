@@ -31,7 +31,7 @@ from megapipe.models.norm import Norm
 from megapipe.models.parts import AttentionKernel, parts_of
 from megapipe.models.recompute import recompute
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.rng import Stream, current_stream
+from megapipe.tensor_parallel.rng import MicrobatchContext, current_microbatch
 
 _BACKENDS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -92,7 +92,7 @@ class Attention(nn.Module):
             k, v: [s/c, b, groups/t, d].
         Returns: [s/c, b, heads/t x d].
         """
-        stream = current_stream()
+        stream = current_microbatch()
         (way,) = self.config.cp_comm_type
         cp = stream.cp
         tp = self.tp
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         return attend(q, k, v)
 
     def _attend_blocks(
-        self, stream: Stream, heads: Axis, way: str, q: Tensor, k: Tensor, v: Tensor
+        self, stream: MicrobatchContext, heads: Axis, way: str, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         config = self.config
         p = config.attention_dropout if self.training else 0.0
@@ -136,7 +136,9 @@ class Attention(nn.Module):
         out = context_attention(q, k, v, mask, way, self._sinks(heads, q))
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _documents(self, stream: Stream, length: int, sequences: int) -> Documents | None:
+    def _documents(
+        self, stream: MicrobatchContext, length: int, sequences: int
+    ) -> Documents | None:
         """Return the documents or chunks that attention must stay in; None for whole sequences.
 
         Args:
@@ -168,7 +170,9 @@ class Attention(nn.Module):
         parts = heads.size // self.tp.size
         return self.softmax_offset.chunk(parts)[heads.rank % parts]
 
-    def _attend_whole(self, stream: Stream, heads: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_whole(
+        self, stream: MicrobatchContext, heads: Axis, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         """Return the attention of uncut sequences, for some of the heads.
 
         Args:
@@ -291,7 +295,7 @@ def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]
     Returns: (positions [s/c, b], cut). The positions are None unless they restart in each document.
         The cut says which tokens of the whole sequence are on this rank.
     """
-    stream = current_stream()
+    stream = current_microbatch()
     if stream.documents is None or not stream.documents.restart:
         return None, stream.cut
     # Of the whole sequence, then cut: a document may have begun on another rank.

@@ -23,7 +23,7 @@ from megapipe.models.norm import Norm
 from megapipe.models.parts import parts_of
 from megapipe.models.recompute import from_inputs
 from megapipe.tensor_parallel.eager import eager
-from megapipe.tensor_parallel.rng import current_stream
+from megapipe.tensor_parallel.rng import current_microbatch
 
 _LARGEST_RATE = 16.0
 """Largest initial rate of a state's decay; the smallest is 1, as in Megatron-LM."""
@@ -95,7 +95,7 @@ class GatedDeltaNet(nn.Module):
             x: [s/c, b, rows of in_proj / t].
         Returns: [s/c, b, channels of all value heads / t].
         """
-        stream = current_stream()
+        stream = current_microbatch()
         documents = stream.documents
         numbers = None
         if documents is not None and documents.isolate:

@@ -35,7 +35,7 @@ from megapipe.models.moe.choice import within_capacity as within
 from megapipe.models.moe.losses import attach, attach_late, balance, slope, small_logits
 from megapipe.tensor_parallel.linear import bias_grad
 from megapipe.tensor_parallel.products import linear
-from megapipe.tensor_parallel.rng import Stream, current_stream, draws
+from megapipe.tensor_parallel.rng import MicrobatchContext, current_microbatch, draws
 from megapipe.tensor_parallel.weight_grad import current_weight_grads, submit_weight_grad
 
 
@@ -166,7 +166,7 @@ class Router(nn.Module):
         Returns: the experts of each token and their weights.
         """
         config = self.config
-        stream = current_stream()
+        stream = current_microbatch()
         dtypes = {None: x.dtype, "fp32": torch.float32, "fp64": torch.float64}
         dtype = dtypes[config.moe_router_dtype]
         compute = wide(x)
@@ -201,7 +201,7 @@ class Router(nn.Module):
             )
         return Routing(experts, weights.view(*x.shape[:2], -1), kept, most)
 
-    def _chosen(self, logits: Tensor, stream: Stream, compute: torch.dtype) -> Tensor:
+    def _chosen(self, logits: Tensor, stream: MicrobatchContext, compute: torch.dtype) -> Tensor:
         """Return each token's experts [T, k] for logits [T, E]. `compute` is the scores' type.
 
         `stream` is the microbatch: its ranks sum the tokens of each expert for Sinkhorn.
@@ -216,7 +216,7 @@ class Router(nn.Module):
         scores = sinkhorn(logits.to(compute), tokens, lambda x: self._sum(x, stream))
         return best(scores, k)
 
-    def ranks(self, stream: Stream) -> int:
+    def ranks(self, stream: MicrobatchContext) -> int:
         """Return the number of ranks that share a microbatch's tokens, given its `stream`."""
         return self.shares_sequence.size * stream.cp.size
 
@@ -226,7 +226,7 @@ class Router(nn.Module):
         logits: Tensor,
         experts: Tensor,
         batch: int,
-        stream: Stream,
+        stream: MicrobatchContext,
         losses: dict[str, Tensor],
         compute: torch.dtype,
     ) -> Tensor:
@@ -279,7 +279,7 @@ class Router(nn.Module):
         return weights
 
     def _load_of_slices(
-        self, kind: str, sums: Tensor, counts: Tensor, stream: Stream
+        self, kind: str, sums: Tensor, counts: Tensor, stream: MicrobatchContext
     ) -> tuple[Callable[[], Tensor], Tensor | None]:
         """Record one slice of a microbatch for one balancing loss.
 
@@ -305,7 +305,7 @@ class Router(nn.Module):
             prefix[*name, "load"] = self._so_far(kind, total, stream)
         return load, torch.stack([x for x, _ in parts.values()]).sum(0)
 
-    def _so_far(self, kind: str, counts: Tensor, stream: Stream) -> Tensor:
+    def _so_far(self, kind: str, counts: Tensor, stream: MicrobatchContext) -> Tensor:
         """Return how often each expert was chosen, [rows, E], as the loss `kind` counts it.
 
         Most losses count this microbatch's choices. global_aux_loss sums the counts over all
@@ -315,17 +315,17 @@ class Router(nn.Module):
             return counts
         return self._once("global", stream, lambda: self._mean(counts, stream))
 
-    def _mean(self, counts: Tensor, stream: Stream) -> Tensor:
+    def _mean(self, counts: Tensor, stream: MicrobatchContext) -> Tensor:
         self._load[stream.sample] = stream.dp.all_reduce(counts)
         # Post-validation may have undone forwards of later samples: their counts do not count.
         before = [counts for sample, counts in self._load.items() if sample <= stream.sample]
         return torch.stack(before).sum(0) / len(before)
 
-    def _sum(self, counts: Tensor, stream: Stream) -> Tensor:
+    def _sum(self, counts: Tensor, stream: MicrobatchContext) -> Tensor:
         """Return counts [..., E] summed over the ranks that share the tokens of `stream`."""
         return stream.cp.all_reduce(self.shares_sequence.all_reduce(counts))
 
-    def _once(self, what: str, stream: Stream, find: Callable[[], Tensor]) -> Tensor:
+    def _once(self, what: str, stream: MicrobatchContext, find: Callable[[], Tensor]) -> Tensor:
         """Return find(), or in a recomputation the result that the first forward found.
 
         what: a name for the result; `stream` keeps results by layer and name.
@@ -353,7 +353,7 @@ class Router(nn.Module):
         counts = torch.zeros(config.experts, dtype=torch.int64, device=experts.device)
         return counts.scatter_add_(0, experts.flatten(), ones.flatten())
 
-    def _jittered(self, x: Tensor, stream: Stream) -> Tensor:
+    def _jittered(self, x: Tensor, stream: MicrobatchContext) -> Tensor:
         """Return x times noise in 1 +- eps, drawn for `stream` (Fedus et al. 2021, sec. 2.4)."""
         eps = self.config.moe_input_jitter_eps
         if not eps or not self.training:
@@ -369,7 +369,7 @@ class Router(nn.Module):
         )
         return x * (1 - eps + 2 * eps * drawn).to(x.dtype)
 
-    def _random(self, x: Tensor, stream: Stream) -> Tensor:
+    def _random(self, x: Tensor, stream: MicrobatchContext) -> Tensor:
         """Return logits [T, E] drawn from a normal distribution, for x [s, b, h] of `stream`."""
         drawn = draws(
             (*x.shape[:2], self.config.experts),

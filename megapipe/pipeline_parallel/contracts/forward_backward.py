@@ -23,7 +23,7 @@ from megapipe.pipeline_parallel.messages.transport import P2PMode
 from megapipe.schedule import Schedule
 from megapipe.schedule.catalogue import entry_of, is_file, usual
 from megapipe.schedule.patterns import GROUP_SIZE, Entry
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 
 AdjustShapes = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
@@ -299,9 +299,9 @@ class ForwardBackwardFunc:
         )
 
     def _stream(self, trained: int, consumed: int | None, mesh: ProcessMesh) -> dict[str, Any]:
-        """Return {"stream": a function from a microbatch to its stream of random numbers}.
+        """Return {"stream": a function from a microbatch to its context with random streams}.
 
-        The stream differs for each microbatch, step and data-parallel rank.
+        The context differs for each microbatch, step and data-parallel rank.
 
         Args:
             trained: number of microbatches of this step; 0 in an evaluation.
@@ -312,7 +312,8 @@ class ForwardBackwardFunc:
         if trained:
             kept["microbatches"] = first + trained
         dp = mesh.dp
-        return {"stream": lambda microbatch: Stream(0, (first + microbatch) * dp.size + dp.rank)}
+        sample = first * dp.size + dp.rank
+        return {"stream": lambda microbatch: MicrobatchContext(0, sample + microbatch * dp.size)}
 
 
 def _entry(table: Schedule | str) -> Entry | None:
@@ -323,8 +324,7 @@ def _entry(table: Schedule | str) -> Entry | None:
 def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int) -> dict[str, int]:
     """Return config.microbatch_group_size_per_vp_stage as keywords for `schedule.build`.
 
-    The result is {} if the value, `size`, is None or Megatron's default, `ranks`, or if there is
-    one chunk.
+    The result is {} with one chunk, and if `size`, the value, is None or `ranks`, the default.
 
     Raises: ConfigError for a schedule that does not run microbatches in groups, where the value
         would do nothing.

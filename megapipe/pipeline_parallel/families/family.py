@@ -22,7 +22,7 @@ from megapipe.pipeline_parallel.microbatches import Microbatches, Shape
 from megapipe.pipeline_parallel.passes.begin import Begin, Ends
 from megapipe.pipeline_parallel.request import Request
 from megapipe.schedule import Kind, Pass, Placement, Schedule
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 
 Forward = Callable[[int, Tensor | None], Tensor | None]
 """A function (microbatch, input) -> output of a stage."""
@@ -53,7 +53,9 @@ class OfStage:
         """
         return given
 
-    def stream(self, stream: Stream, number: int, microbatches: Microbatches) -> Stream:
+    def stream(
+        self, stream: MicrobatchContext, number: int, microbatches: Microbatches
+    ) -> MicrobatchContext:
         """Return the random stream that layers use in a forward of a microbatch or slice.
 
         Args:

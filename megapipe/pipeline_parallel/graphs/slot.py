@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megapipe.distributed.axis import at_waits
 from megapipe.distributed.device import Capture
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 
@@ -116,7 +116,7 @@ class Slot:
         context = copy_context()
         weights = WeightGrads()
         context.run(weights.capture)
-        context.run(Stream(0, 0).activate)
+        context.run(MicrobatchContext(0, 0).activate)
         self.x: Tensor | None = _buffer(form.x)
         self.leaves = [_buffer(leaf) for leaf in form.leaves]
         if self.x is not None:

@@ -20,7 +20,7 @@ from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.microbatches import Grad, Keep, Microbatches, Shape, ranks_of_tokens
 from megapipe.schedule import Pass, Schedule
 from megapipe.schedule.core.cuts import at_borders, in_tokens
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Slices(Microbatches):
     def microbatch(self, number: int) -> int:
         return number // self.count
 
-    def keeping(self, stream: Stream, number: int, keep: Keep) -> Stream:
+    def keeping(self, stream: MicrobatchContext, number: int, keep: Keep) -> MicrobatchContext:
         after = range(number + 1, (self.microbatch(number) + 1) * self.count)
         begins = [self.tokens(n)[0].start for n in after]
 
@@ -89,12 +89,12 @@ class Slices(Microbatches):
 
         return replace(stream, keep=keep_until_last)
 
-    def stream(self, whole: Stream, number: int) -> Stream:
+    def stream(self, whole: MicrobatchContext, number: int) -> MicrobatchContext:
         tokens, length = self.tokens(number)
         prefix = self.prefixes.get(self.microbatch(number), {})
         return replace(whole, piece=tokens, length=length, prefix=prefix)
 
-    def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
+    def begun(self, number: int, stream: Callable[[int], MicrobatchContext]) -> MicrobatchContext:
         # The first slice finds nothing kept, also when it runs again.
         if number % self.count == 0:
             self.prefixes[self.microbatch(number)] = {}

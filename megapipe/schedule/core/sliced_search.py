@@ -15,7 +15,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import ATTENTION, Costs
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import fixed
-from megapipe.schedule.search.auto import Candidate, search_among
+from megapipe.schedule.search.auto import CandidatePlacement, search_among
 from megapipe.schedule.shapes.slices.slices import Documents, slices
 from megapipe.schedule.simulate import simulate
 
@@ -73,7 +73,7 @@ def searched_slices(
     # A slice may not fit the memory, or backwards may wait for later slices.
     with suppress(ScheduleError):
         for _ in range(_TRIES):
-            asked = [Candidate(place, mean, room)]
+            asked = [CandidatePlacement(place, mean, room)]
             part = effort / _TRIES
             found = search_among(asked, n * microbatches, effort=part, progress=progress)
             more = over(found.schedule)
@@ -89,7 +89,7 @@ def searched_slices(
 
 
 def fastest_slices(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidatePlacement],
     microbatches: int,
     cuts: tuple[float, ...],
     *,

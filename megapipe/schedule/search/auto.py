@@ -34,7 +34,7 @@ CONTEST = 0.6
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidatePlacement:
     """A placement on which to search for an order of passes.
 
     Attributes:
@@ -162,7 +162,9 @@ def search(
     """
     check_size("zb-auto", ranks, microbatches, chunks or 1)
     places = placements(ranks, microbatches, placement, chunks, costs, objective)
-    candidates = [Candidate(place, costs, limits(place, costs, memory)) for place in places]
+    candidates = [
+        CandidatePlacement(place, costs, limits(place, costs, memory)) for place in places
+    ]
     return search_among(
         candidates,
         microbatches,
@@ -174,7 +176,7 @@ def search(
 
 
 def search_among(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidatePlacement],
     microbatches: int,
     *,
     objective: str = "makespan",

@@ -10,7 +10,7 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.families.family import times
 from megapipe.schedule.memory.limits import by_rank
 from megapipe.schedule.passes import Placement, Schedule
-from megapipe.schedule.search.auto import Candidate, search, search_among
+from megapipe.schedule.search.auto import CandidatePlacement, search, search_among
 
 EFFORT = 0.1
 """Seconds of a search for an order: a longer one gains less than other choices."""
@@ -44,7 +44,7 @@ def searched(
             if place is None:
                 found = search(ranks, microbatches, costs=counted, memory=rooms, effort=effort)
             else:
-                candidate = Candidate(place, counted, rooms)
+                candidate = CandidatePlacement(place, counted, rooms)
                 found = search_among([candidate], microbatches, effort=effort)
             yield found.schedule
         except ScheduleError:  # not even one microbatch fits

@@ -23,7 +23,7 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.plan import whole_step
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.costs import UNIT
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 from megapipe.training.steps.batches import StepReading, documents_of
 from megapipe.training.steps.routers import Routers
 from megapipe.training.steps.scales import Scales
@@ -169,10 +169,10 @@ class Stages:
         watch = Stopwatch(mesh.device, table)
         forward_only = evaluate or config.optimizer.freeze_all_layers
 
-        def stream(i: int) -> Stream:
+        def stream(i: int) -> MicrobatchContext:
             # Named by its first sample, a microbatch has one stream under every layout of ranks.
             first = consumed + (i * dp.size + dp.rank) * b
-            return Stream(config.batch.seed, first, documents(i))
+            return MicrobatchContext(config.batch.seed, first, documents(i))
 
         with self.scales.during_step():
             self.engine(

@@ -14,7 +14,7 @@ from megapipe.models.attention.blocks import MaskSpec
 from megapipe.models.attention.context import context_attention
 from megapipe.models.attention.cpu import causal_attention
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 
 B, HEADS, S, P = 2, 4, 40, 0.3
 LENGTHS = ((17, 23), (40,))
@@ -33,7 +33,7 @@ def tensors(groups: int, d: int = S, dtype: torch.dtype = torch.float64) -> list
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sample: int = 3, tp: Axis | None = None, **how) -> Tensor:
-    mask = MaskSpec(q.shape[2], Stream(1, sample), p=P, site=(5, "attention"), heads=tp or Axis(), **how)
+    mask = MaskSpec(q.shape[2], MicrobatchContext(1, sample), p=P, site=(5, "attention"), heads=tp or Axis(), **how)
     return context_attention(q, k, v, mask)
 
 

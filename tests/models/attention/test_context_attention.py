@@ -19,7 +19,7 @@ from megapipe.models.attention.layer import SelfAttention
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.context import context_bytes
 from megapipe.plan.pieces import pieces
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 from tools.bench.context import layer_of
 
 S, B, HIDDEN, HEADS = 48, 2, 32, 4
@@ -70,7 +70,7 @@ def test_the_ranks_together_compute_attention_of_the_whole_sequence(way, c, monk
             layer = SelfAttention(model, mesh.tp, 0).double()
             initialize(layer, 1, mesh.tp)
             mine = Cut(mesh.cp.rank, c).take(x, 0).clone().requires_grad_()
-            with Stream(1, 0, documents, cp=mesh.cp).active():
+            with MicrobatchContext(1, 0, documents, cp=mesh.cp).active():
                 out = layer(mine)
             out.backward(Cut(mesh.cp.rank, c).take(grad, 0))
             found.append([out.detach(), mine.grad, *(param.grad for param in layer.parameters())])

@@ -17,7 +17,7 @@ from megapipe.pipeline_parallel.families.offload.activations import Activations
 from megapipe.pipeline_parallel.families.offload.host import Host, Sizes
 from megapipe.pipeline_parallel.shapes.slices import Lengths, Slices
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 
 S, HEADS, D, SLICES = 64, 2, 8, 8
 QUARTERS = Documents(((S // 4,) * 4,), isolate=True, restart=False)
@@ -38,7 +38,7 @@ def is_here(part):
 def sights(documents=None, window=None, keep=None):
     prefix, slices = {}, Slices(Lengths((S // SLICES,) * SLICES))
     for number, begin in enumerate(range(0, S, S // SLICES)):
-        stream = Stream(0, 0, piece=range(begin, begin + S // SLICES), length=S, prefix=prefix)
+        stream = MicrobatchContext(0, 0, piece=range(begin, begin + S // SLICES), length=S, prefix=prefix)
         stream = stream if keep is None else slices.keeping(stream, number, keep)
         yield MaskSpec(S, stream, window, documents, site=(0, "attention"))
 

@@ -20,7 +20,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import pieces
 from megapipe.plan.layers.delta import delta_flops
 from megapipe.schedule import build
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 from tools.proofs.equivalence_case import Case
 from tools.proofs.fuzz_equivalence import run
 
@@ -90,7 +90,7 @@ def test_a_document_is_computed_as_if_it_were_alone():
     net = drawn().double()
     x = torch.randn(150, 2, 32, dtype=torch.float64)
     lengths = ((70, 80), (1, 149))
-    with Stream(0, 0, documents=Documents(lengths, True, False)).active():
+    with MicrobatchContext(0, 0, documents=Documents(lengths, True, False)).active():
         together = net(x)
     for row, of_row in enumerate(lengths):
         alone = [net(part) for part in x[:, row : row + 1].split(list(of_row))]

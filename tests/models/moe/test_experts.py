@@ -20,7 +20,7 @@ from megapipe.models.moe.choice import best
 from megapipe.models.moe.dispatch import AllGatherDispatcher
 from megapipe.models.moe.layer import MoE
 from megapipe.models.recompute import recompute
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 
@@ -124,7 +124,7 @@ def test_output_losses_counts_and_gradients_are_those_of_the_formula(name):
     ((want * dy).sum() + 0.25 * total).backward()
     wanted = gradients(layer)
     layer.zero_grad()
-    with Stream(1, 3, weigh=lambda tokens: 0.25 if tokens == T else math.nan).active():
+    with MicrobatchContext(1, 3, weigh=lambda tokens: 0.25 if tokens == T else math.nan).active():
         got = layer(x)
     got.backward(dy)
     close = {"rtol": 1e-9, "atol": 1e-10}
@@ -167,7 +167,7 @@ def test_what_is_computed_again_is_routed_as_before(name, monkeypatch):
     (x, dy), found = inputs(), []
     for again in (False, True):
         layer, mine = layer_of(model), x.clone().requires_grad_()
-        with Stream(1, 3).active():
+        with MicrobatchContext(1, 3).active():
             y = recompute(layer, mine) if again else layer(mine)
         if again:
             reversed_best = lambda scores, k: best(-scores, k)  # noqa: E731
@@ -253,7 +253,7 @@ def test_jitter_and_forced_balance_belong_to_the_sample_and_end_with_training():
         layer = layer_of(model)
         routed = [layer.router(x).weights for _ in range(2)]
         assert torch.equal(*routed)
-        with Stream(0, 7).active():
+        with MicrobatchContext(0, 7).active():
             assert not torch.equal(layer.router(x).weights, routed[0])
     layer = layer_of(replace(SWIGLU, moe_input_jitter_eps=0.9)).eval()
     assert torch.equal(layer.router(x).weights, layer_of(SWIGLU).eval().router(x).weights)

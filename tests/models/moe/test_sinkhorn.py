@@ -13,7 +13,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.moe.choice import best, sinkhorn
 from megapipe.models.moe.router import Router
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 
 TOKENS, EXPERTS = 24, 4
 
@@ -69,7 +69,7 @@ def test_weights_are_the_routers_own_and_the_choice_is_that_of_all_tokens_on_any
     def route(mesh: ProcessMesh):
         router = Router(model, mesh.tp, 0).double()
         initialize(router, 1, mesh.tp)
-        with Stream(1, 0).active():
+        with MicrobatchContext(1, 0).active():
             mine = router(x.chunk(mesh.tp.size)[mesh.tp.rank])
         return mine.experts, mine.weights, router.weight
 

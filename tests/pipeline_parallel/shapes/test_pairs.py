@@ -24,7 +24,7 @@ from megapipe.pipeline_parallel.shapes.pairs import together
 from megapipe.pipeline_parallel.shapes.pairs.together import How, Together, how
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Kind, Pass
-from megapipe.tensor_parallel.rng import Stream, current_stream
+from megapipe.tensor_parallel.rng import MicrobatchContext, current_microbatch
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 from megapipe.training.report.profile import Profiler, trace_path
 from tools.proofs.equivalence_case import Case
@@ -200,9 +200,9 @@ def test_the_second_pass_finds_what_the_thread_of_the_first_had_set() -> None:
     seen: list[Any] = []
 
     def second() -> None:
-        seen.extend((current_stream().sample, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        seen.extend((current_microbatch().sample, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
 
-    with Stream(1, 41).active(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with MicrobatchContext(1, 41).active(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         run(lambda: None, second)
     assert seen == [41, False, True]
 

@@ -17,7 +17,7 @@ from megapipe.partition.spans import partition
 from megapipe.partition.spans import spans as spans_of
 from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
 from megapipe.schedule import Kind, Schedule
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 
 SEQ, BATCH, VOCAB, LAYERS = 12, 2, 64, 4
 
@@ -90,7 +90,7 @@ def run_step(
         num_microbatches=schedule.num_microbatches,
         seq_length=SEQ,
         micro_batch_size=BATCH,
-        stream=lambda microbatch: Stream(0, microbatch),  # data-parallel ranks have the same data here
+        stream=lambda microbatch: MicrobatchContext(0, microbatch),  # data-parallel ranks have the same data here
     )
     for flat in buffers:
         flat.sum_over_tp(mesh.tp)

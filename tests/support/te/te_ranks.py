@@ -16,7 +16,7 @@ from megapipe.models.layer import TransformerLayer
 from megapipe.models.transformer_engine import TEColumnParallelLinear, TERowParallelLinear, load
 from megapipe.schedule import build
 from megapipe.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megapipe.tensor_parallel.rng import Stream, initialize
+from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 LOCAL = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -108,7 +108,7 @@ def documents(mesh, model):
     for impl in ("local", "transformer_engine"):
         layer = TransformerLayer(replace(model, transformer_impl=impl), mesh.tp, 0)
         initialize(layer, 1, mesh.tp)
-        with torch.no_grad(), Stream(0, 0, Documents(((5, 7), (12,)), isolate=True, restart=True)).active():
+        with torch.no_grad(), MicrobatchContext(0, 0, Documents(((5, 7), (12,)), isolate=True, restart=True)).active():
             found.append(layer(x).numpy())
     return found
 

@@ -30,7 +30,7 @@ from megapipe.models.gpt import GPTModel
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.partition.spans import LayerSpan
 from megapipe.schedule import Costs, build, simulate, unpaired
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 from tools.proofs.gpu import fake_cuda
 from tools.proofs.gpu.roofline import _1_3B, _8B, GPU, LLAMA, PEAK, Roofline, attention, passes
@@ -173,7 +173,7 @@ def layer_of(
 
         def forward() -> Tensor:
             module.set_input_tensor(x.detach().requires_grad_())
-            with Stream(0, 0).active(), owner.capturing():
+            with MicrobatchContext(0, 0).active(), owner.capturing():
                 return module(labels=None)  # type: ignore[no-any-return]
 
         forward()  # tables of angles are made once

@@ -33,7 +33,7 @@ from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rule import Rates
 from megapipe.partition.spans import LayerSpan
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 from tools.proofs.gpu import fake_cuda
 
 GPU = torch.device("cuda", 0)
@@ -177,7 +177,7 @@ def passes(
 
     def forward() -> Tensor:
         model.set_input_tensor(x.detach().requires_grad_())
-        with Stream(0, 0).active():
+        with MicrobatchContext(0, 0).active():
             return model(labels=labels)  # type: ignore[no-any-return]
 
     forward()  # tables of angles are made once

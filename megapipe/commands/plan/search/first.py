@@ -7,7 +7,7 @@ from itertools import islice
 from math import inf
 
 from megapipe.commands.plan.search.asked import SearchRestrictions
-from megapipe.commands.plan.search.screen import Candidate, ExtrapolatedPlan, Screen
+from megapipe.commands.plan.search.screen import CandidatePlan, ExtrapolatedPlan, Screen
 from megapipe.schedule.catalogue import PLAIN
 
 _USUAL = {"micro": "1", "recompute": "none", "sharding": "no", "schedule": PLAIN}
@@ -31,7 +31,7 @@ def usual(asked: SearchRestrictions) -> SearchRestrictions | None:
     return SearchRestrictions({**asked.among, **allowed}, asked.without)
 
 
-def first_that_fits(candidates: Iterable[Candidate], screen: Screen) -> ExtrapolatedPlan | None:
+def first_that_fits(candidates: Iterable[CandidatePlan], screen: Screen) -> ExtrapolatedPlan | None:
     """Return the first candidate that fits in memory; None if none of them does.
 
     Args:

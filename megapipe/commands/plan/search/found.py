@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from megapipe.commands.plan.search.screen import (
     OUT_OF_MEMORY,
     SLOWER,
-    Candidate,
+    CandidatePlan,
     ExtrapolatedPlan,
     Kind,
     Rejection,
@@ -45,7 +45,7 @@ class Limits(NamedTuple):
 
 
 @dataclass
-class Search:
+class SearchResults:
     """The results of a search so far.
 
     A plan's key is (layout, kind, whether single activations are offloaded or recomputed). The kind
@@ -70,8 +70,8 @@ class Search:
     sketches: dict[tuple[Layout, Kind, bool], ExtrapolatedPlan] = field(default_factory=dict)
     best: dict[tuple[Layout, Kind, bool], TimedPlan] = field(default_factory=dict)
     plain: TimedPlan | None = None
-    tight: list[Candidate] = field(default_factory=list)
-    least: tuple[float, Candidate | None] = (inf, None)
+    tight: list[CandidatePlan] = field(default_factory=list)
+    least: tuple[float, CandidatePlan | None] = (inf, None)
     nearest: TimedPlan | None = None
     lost: Counter[str] = field(default_factory=Counter)
     stopped: bool = False
@@ -94,7 +94,7 @@ class Search:
                 last[kind] = sorted(of_layouts.values())[OF_KIND - 1]
         return Limits(steps, last)
 
-    def note(self, candidate: Candidate, answer: ExtrapolatedPlan | Rejection) -> None:
+    def note(self, candidate: CandidatePlan, answer: ExtrapolatedPlan | Rejection) -> None:
         """Store the result of a candidate.
 
         Args:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from megapipe.commands.plan.search.found import Limits, Search
+from megapipe.commands.plan.search.found import Limits, SearchResults
 from megapipe.commands.plan.search.screen import (
     SLOWER,
-    Candidate,
+    CandidatePlan,
     ExtrapolatedPlan,
     Kind,
     Rejection,
@@ -46,14 +46,14 @@ class Learned:
     `note` remembers the ratio of a plan. `expected` predicts the step of another plan.
 
     Attributes:
-        cells: all choices of parallel sizes and recomputation; `Candidate.cell` is an index here.
+        cells: all choices of parallel sizes and recomputation, by `CandidatePlan.cell`.
         ratios: {key: smallest ratio of step to work}.
     """
 
     cells: list[Config]
     ratios: dict[Any, float] = field(default_factory=dict)
 
-    def key(self, x: Candidate) -> tuple[Any, ...]:
+    def key(self, x: CandidatePlan) -> tuple[Any, ...]:
         """Return a tuple that is equal for similar plans, such as plans of the same schedule."""
         cell = self.cells[x.cell]
         ranks = cell.parallel.pipeline_model_parallel_size
@@ -64,11 +64,11 @@ class Learned:
         tp, cp, _, _, ep, etp = key_of(cell)[0]
         return (*shared, tp, cp, ep, etp)
 
-    def expected(self, x: Candidate) -> float:
+    def expected(self, x: CandidatePlan) -> float:
         """Estimate the seconds of a plan's step from similar plans that were tried."""
         return max(x.least, x.work * self.ratios.get(self.key(x), 0.0))
 
-    def note(self, x: Candidate, answer: ExtrapolatedPlan | Rejection) -> None:
+    def note(self, x: CandidatePlan, answer: ExtrapolatedPlan | Rejection) -> None:
         """Remember a plan's ratio of step time to work, by which similar plans are estimated.
 
         Args:
@@ -91,13 +91,13 @@ class Judging:
     Attributes:
         found: gets the results.
         workers: the processes that try candidates.
-        cells: all choices of parallel sizes and recomputation; `Candidate.cell` is an index here.
+        cells: all choices of parallel sizes and recomputation, by `CandidatePlan.cell`.
         tell: called with (plans so far, all plans, seconds of the best step or None).
         learned: predicts steps from similar plans.
         keys: layout and kind of each cell.
     """
 
-    found: Search
+    found: SearchResults
     workers: Workers
     cells: list[Config]
     tell: Tell
@@ -108,7 +108,7 @@ class Judging:
         self.learned = Learned(self.cells)
         self.keys = [key_of(cell) for cell in self.cells]
 
-    def judge(self, candidates: list[Candidate], before: int = 0) -> None:
+    def judge(self, candidates: list[CandidatePlan], before: int = 0) -> None:
         """Compute step times: of one candidate of each similar group, then of all others.
 
         In both rounds the candidates with the smallest lower bounds come first. At last
@@ -117,7 +117,7 @@ class Judging:
         Args:
             before: number of candidates of earlier calls, for the display of progress.
         """
-        first: dict[Any, Candidate] = {}
+        first: dict[Any, CandidatePlan] = {}
         for x in sorted(candidates, key=attrgetter("least")):
             first.setdefault(self.learned.key(x), x)
         chosen = {id(x) for x in first.values()}
@@ -135,11 +135,11 @@ class Judging:
 
     def _rounds(
         self,
-        candidates: list[Candidate],
+        candidates: list[CandidatePlan],
         among: int,
         before: int,
         tolerance: float = TOLERANCE,
-    ) -> list[Candidate]:
+    ) -> list[CandidatePlan]:
         """Try candidates some at a time. Skip each one that is expected to be too slow to report.
 
         The first rounds are short: once a good plan is known, most others are skipped.
@@ -148,8 +148,8 @@ class Judging:
             among: the number of all candidates of the search, for the progress bar.
             before: the number of candidates that were judged earlier.
         """
-        waiting: list[Candidate] = []
-        skipped: list[Candidate] = []
+        waiting: list[CandidatePlan] = []
+        skipped: list[CandidatePlan] = []
         limits = self.found.limits
         size = 2
         for n, x in enumerate(candidates):
@@ -165,7 +165,7 @@ class Judging:
                 waiting = []
         return skipped
 
-    def _ask(self, waiting: list[Candidate], limits: Limits) -> None:
+    def _ask(self, waiting: list[CandidatePlan], limits: Limits) -> None:
         # Candidates of a cell follow each other, so that its plan is made once.
         waiting = sorted(waiting, key=attrgetter("cell", "least"))
         questions = [(x, limits.of(*self.keys[x.cell])) for x in waiting]
@@ -174,7 +174,7 @@ class Judging:
             self.learned.note(x, answer)
 
 
-def _answer(screen: Screen, question: tuple[Candidate, float]) -> ExtrapolatedPlan | Rejection:
+def _answer(screen: Screen, question: tuple[CandidatePlan, float]) -> ExtrapolatedPlan | Rejection:
     return screen.judge(*question)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
-from megapipe.commands.plan.search.found import Search, leaner
+from megapipe.commands.plan.search.found import SearchResults, leaner
 from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
@@ -85,7 +85,7 @@ class UserPlan:
     changes: tuple[str, ...] = ()
 
 
-def best_of(found: Search) -> list[TimedPlan]:
+def best_of(found: SearchResults) -> list[TimedPlan]:
     """Return about ten plans, fastest first: the best of each kind, the lean ones, then others.
 
     A kind is (whether weights are sharded, whether there is a pipeline, whether single activations
@@ -107,7 +107,7 @@ def best_of(found: Search) -> list[TimedPlan]:
 
 
 def report(
-    found: Search,
+    found: SearchResults,
     machine: Machine,
     device: Device | None = None,
     yours: UserPlan | None = None,
@@ -154,7 +154,7 @@ def report(
     return ended + "\n".join([*lines, *_notes(found), ERROR, NOT_SEARCHED])
 
 
-def _notes(found: Search) -> list[str]:
+def _notes(found: SearchResults) -> list[str]:
     """Return what the page's figures of memory mean, and the remedy for plans without room."""
     return [RESERVED, *[HOST] * bool(found.best or found.lost[NO_HOST])]
 
@@ -226,7 +226,7 @@ def _moved(x: TimedPlan) -> str:
     return f"of {count[Kind.F]} activations {' and '.join(moved)}"
 
 
-def _without(found: Search, best: list[TimedPlan], undone: LeftOut) -> str:
+def _without(found: SearchResults, best: list[TimedPlan], undone: LeftOut) -> str:
     """Return a line on the best plan that neither offloads nor recomputes single activations.
 
     Args:
@@ -249,7 +249,7 @@ def _without(found: Search, best: list[TimedPlan], undone: LeftOut) -> str:
     return text
 
 
-def _lost(found: Search) -> str:
+def _lost(found: SearchResults) -> str:
     return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common() if count)
 
 

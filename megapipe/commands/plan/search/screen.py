@@ -30,7 +30,7 @@ Kind = tuple[bool, bool]
 """Whether weights are sharded, and whether there is a pipeline."""
 
 
-class Candidate(NamedTuple):
+class CandidatePlan(NamedTuple):
     """A plan to try: a cell and a schedule. A cell is a choice of parallel sizes and recomputation.
 
     Attributes:
@@ -123,7 +123,7 @@ class Screen:
     own: ParallelConfig = field(default_factory=ParallelConfig)
     last: tuple[int, Plan | Rejection] = field(default=(-1, Rejection(NO_TABLE)))
 
-    def judge(self, candidate: Candidate, limit: float) -> ExtrapolatedPlan | Rejection:
+    def judge(self, candidate: CandidatePlan, limit: float) -> ExtrapolatedPlan | Rejection:
         """Return the candidate with its step if it fits, or why it is rejected.
 
         Args:
@@ -168,7 +168,7 @@ class Screen:
         return self.last[1]
 
     def _extrapolated(
-        self, plan: Plan, config: Config, candidate: Candidate, limit: float
+        self, plan: Plan, config: Config, candidate: CandidatePlan, limit: float
     ) -> ExtrapolatedPlan | Rejection:
         moves = candidate.moves
         memory = self.machine.limit

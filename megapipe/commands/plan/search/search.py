@@ -32,10 +32,15 @@ from megapipe.commands.plan.search.cells import (
 )
 from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run, of_run
 from megapipe.commands.plan.search.first import first_that_fits, usual
-from megapipe.commands.plan.search.found import OF_KIND, Search, leaner
+from megapipe.commands.plan.search.found import OF_KIND, SearchResults, leaner
 from megapipe.commands.plan.search.hiding import HIDING, hiding, overlapped, with_fewest_flags
 from megapipe.commands.plan.search.judging import Judging, Tell
-from megapipe.commands.plan.search.screen import OUT_OF_MEMORY, Candidate, ExtrapolatedPlan, Screen
+from megapipe.commands.plan.search.screen import (
+    OUT_OF_MEMORY,
+    CandidatePlan,
+    ExtrapolatedPlan,
+    Screen,
+)
 from megapipe.commands.plan.search.workers import Workers
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
@@ -63,7 +68,7 @@ def search(
     *,
     asked: SearchRestrictions = ANYTHING,
     jobs: int = 1,
-) -> Search:
+) -> SearchResults:
     """Search all layouts, recomputation and schedules for the plans of the shortest steps.
 
     Ctrl-C ends the search, and the best plans so far are returned.
@@ -79,16 +84,16 @@ def search(
         asked: the user's restrictions of the search.
         jobs: processes that judge plans.
     """
-    found = Search()
+    found = SearchResults()
     counted = Counted()
     own = config.parallel
     if HIDING not in asked.without:
         config = overlapped(config)
     cells: list[Config] = []
-    candidates: list[Candidate] = []
+    candidates: list[CandidatePlan] = []
     try:
         if narrow := usual(asked):
-            few = _candidates(config, gpus, vocab, device, Search(), cells, counted, narrow)
+            few = _candidates(config, gpus, vocab, device, SearchResults(), cells, counted, narrow)
             first = first_that_fits(few, Screen(cells, device, machine, counted))
             if first is not None:
                 found.keep(first)
@@ -110,11 +115,11 @@ def search(
     return found
 
 
-def _judge(judging: Judging, candidates: list[Candidate], asked: SearchRestrictions) -> None:
+def _judge(judging: Judging, candidates: list[CandidatePlan], asked: SearchRestrictions) -> None:
     """Try all candidates. Plans that need too much memory are tried a second time.
 
     The second time, single activations are offloaded or recomputed, unless the flags have --without
-    moves. Ctrl-C ends the search, and `Search.stopped` is set.
+    moves. Ctrl-C ends the search, and `SearchResults.stopped` is set.
 
     Args:
         judging: tries the candidates, and holds the results so far in `found`.
@@ -133,7 +138,7 @@ def _judge(judging: Judging, candidates: list[Candidate], asked: SearchRestricti
 
 
 def _finish(
-    found: Search, workers: Workers, screen: Screen, asked: SearchRestrictions, tell: Tell
+    found: SearchResults, workers: Workers, screen: Screen, asked: SearchRestrictions, tell: Tell
 ) -> None:
     """Compute the best plans again as a run would. Until now their steps are extrapolated.
 
@@ -198,11 +203,11 @@ def _candidates(
     gpus: int,
     vocab: int,
     device: Device,
-    found: Search,
+    found: SearchResults,
     cells: list[Config],
     counted: Counted,
     asked: SearchRestrictions,
-) -> Iterator[Candidate]:
+) -> Iterator[CandidatePlan]:
     """Yield each plan to try, and append its parallel sizes with recomputation to `cells`.
 
     Args:
@@ -243,4 +248,4 @@ def _candidates(
                 for name, chunks in names:
                     work = least.work(name)
                     filled = work + fill(least, pp, name, chunks)
-                    yield Candidate(filled, work, len(cells) - 1, name, chunks)
+                    yield CandidatePlan(filled, work, len(cells) - 1, name, chunks)

@@ -9,7 +9,7 @@ from operator import attrgetter
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.cells import under
 from megapipe.commands.plan.search.final import of_run
-from megapipe.commands.plan.search.found import Search
+from megapipe.commands.plan.search.found import SearchResults
 from megapipe.commands.plan.search.hiding import with_fewest_flags
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ParallelConfig
@@ -28,7 +28,7 @@ CELLS = 4096
 
 
 def try_slices(
-    found: Search,
+    found: SearchResults,
     asked: str,
     machine: Machine,
     device: Device,
@@ -63,7 +63,7 @@ def try_slices(
 
 
 def _take(
-    found: Search, config: Config, machine: Machine, device: Device, own: ParallelConfig
+    found: SearchResults, config: Config, machine: Machine, device: Device, own: ParallelConfig
 ) -> None:
     par = config.parallel
     chunks = par.num_virtual_stages_per_pipeline_rank or 1

@@ -27,7 +27,7 @@ from megapipe.pipeline_parallel.families.offload.host import Buffer, Copy, Host,
 from megapipe.pipeline_parallel.microbatches import Microbatches
 from megapipe.schedule.families.offload.rules import MOVES, computed_again
 from megapipe.schedule.kinds import Lane
-from megapipe.tensor_parallel.rng import Stream
+from megapipe.tensor_parallel.rng import MicrobatchContext
 from megapipe.tensor_parallel.saving import saver
 
 KEYS = "core_attn"
@@ -143,10 +143,12 @@ class Activations(OfStage):
         self._keys: dict[int, list[_Slot]] = {}
         self._bytes_of_keys: dict[int, int] = {}
         # Input, batches and stream of a first forward, for the second.
-        self._first: dict[int, tuple[Tensor | None, list[Any], Stream]] = {}
+        self._first: dict[int, tuple[Tensor | None, list[Any], MicrobatchContext]] = {}
         self._to_go = {*self.out}
 
-    def stream(self, stream: Stream, number: int, microbatches: Microbatches) -> Stream:
+    def stream(
+        self, stream: MicrobatchContext, number: int, microbatches: Microbatches
+    ) -> MicrobatchContext:
         return microbatches.keeping(stream, number, self.keep)
 
     def forward(self, stage: Any, microbatch: int, usual: Forward) -> Forward:
