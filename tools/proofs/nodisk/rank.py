@@ -1,6 +1,7 @@
 """A rank of a run that is killed at a drawn pass, or while its state is copied, restored or saved.
 
-It is forked from a process that has imported everything, and does what `pretrain_gpt.py` does.
+It is forked from a process that has imported everything, and does what `pretrain_gpt.py` does. As
+`python -m tools.proofs.nodisk.rank LOG NUMBERS FLAGS` it is a program for torchrun.
 """
 
 from __future__ import annotations
@@ -164,3 +165,8 @@ def _arrange(death: Death) -> None:
         owner, name = commit, "digest"
     of_step = death.place in ("pass", "copy", "seal")
     setattr(owner, name, counted(getattr(owner, name), of_step=of_step))
+
+
+if __name__ == "__main__":
+    _, LOG, NUMBERS, *FLAGS = sys.argv
+    sys.exit(run(FLAGS, os.environ, Path(LOG), Path(NUMBERS), None))
