@@ -108,9 +108,9 @@ def proved(options: Options, layout: str, data: Path, root: Path) -> str:
 
     def launcher(name: str, last: int) -> Launcher:
         folder = root / name
-        folder.mkdir()
+        (folder / "asks").mkdir(parents=True)
         saves = f"--save {folder}/save --save-interval 10000 --exit-interval {last}"
-        return Launcher(f"{flags} {saves} --trigger-path {folder}".split(), folder, ranks)
+        return Launcher(f"{flags} {saves} --trigger-path {folder}/asks".split(), folder, ranks)
 
     if options.torchrun:
         broken = launcher("broken", 10_000)
@@ -215,7 +215,7 @@ def _hosts(
         hosts.start(1)
         hosts.returned(fewer, ranks)
         hosts.train(third)
-        (broken.folder / "exit").touch()
+        (broken.folder / "asks" / "exit").touch()
         hosts.end()
     return [ranks, fewer, ranks]
 

@@ -77,6 +77,8 @@ def run(
     except SystemExit as error:
         return int(error.code or 0)
     except (UserError, KeyboardInterrupt) as error:
+        # torchrun keeps it for its last report.
+        print(error, flush=True)
         try:
             stop(error)
         except SystemExit as ended:
