@@ -68,6 +68,11 @@ class Seats(Axis):
         return [everyone[place] for place in self._places]
 
 
+def peers_of(ranks: int, world: int) -> list[tuple[int, ...]]:
+    """Return, for each seat of a replica of `ranks` ranks, the ranks of the world that have it."""
+    return [tuple(range(seat, world, ranks)) for seat in range(ranks)]
+
+
 def seated(
     mesh: ProcessMesh, parallel: ParallelConfig, shares: Mapping[str, Sequence[int]]
 ) -> ProcessMesh:
@@ -83,7 +88,7 @@ def seated(
     replica, seat = divmod(world.rank, pp)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     make = partial(group_of, rank=world.rank, device=mesh.device, timeout=timeout)
-    peers = [tuple(range(n, world.size, pp)) for n in range(pp)]
+    peers = peers_of(pp, world.size)
     group = make([ranks for ranks in peers if len(ranks) > 1])
     own = peers[seat]
     dp = Axis(replica, len(own), own, group, mesh.device)

@@ -52,7 +52,7 @@ from megapipe.training.report.reporter import Reporter
 from megapipe.training.report.stdout import stdout_may_break
 from megapipe.training.reschedule import with_rescheduling
 from megapipe.training.saving import Saving
-from megapipe.training.steps.rerouted import parallel_of_ranks, refuse_twins, rerouted
+from megapipe.training.steps.rerouted import parallel_of_ranks, rerouted
 
 
 @stdout_may_break()
@@ -125,8 +125,6 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
     parallel = parallel_of_ranks(config)
     met = Met.of(parallel, device, same)
     plan = launch.plan or met.from_first("plan", partial(make_plan, config))
-    if config.lacks_a_rank:
-        refuse_twins(plan.schedule)
     mesh = ProcessMesh.create(parallel, device, plan.shares, met=met)
     if config.lacks_a_rank:
         mesh = seated(mesh, config.parallel, plan.shares)

@@ -11,6 +11,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.grid import Grids
 from megapipe.distributed.groups import host_group_of
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.seats import peers_of
 from megapipe.errors import CheckpointError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -46,17 +47,17 @@ class Clique:
         return self.axis.ranks[self.axis.rank] if self.sends else self.axis.ranks[0]
 
 
-def equal_sets(config: Config) -> Sets:
+def equal_sets(config: Config, *, experts: bool) -> Sets:
     """Return the sets of ranks with equal weights: ranks that differ in data parallelism only.
 
-    In a model with experts, ranks of one set also have equal experts.
+    Args:
+        experts: ranks of a set also have equal experts.
     """
+    par = config.parallel
     if config.lacks_a_rank:
-        # Numbered replica by replica, as in distributed/seats.py, and the last one is missing.
-        ranks = config.parallel.ranks_of_a_replica
-        return [tuple(range(seat, config.world_size, ranks)) for seat in range(ranks)]
-    names = ("edp",) if config.model.has_experts else ("cp", "dp")
-    return Grids.of(config.parallel, config.world_size).sets(*names)
+        return peers_of(par.ranks_of_a_replica, config.world_size)
+    names = ("edp",) if experts else ("cp", "dp")
+    return Grids.of(par, config.world_size).sets(*names)
 
 
 def sets_of(config: Config) -> tuple[Sets, bool]:
@@ -71,7 +72,7 @@ def sets_of(config: Config) -> tuple[Sets, bool]:
     """
     world = config.world_size
     if config.equal_states > 1:
-        return equal_sets(config), False
+        return equal_sets(config, experts=config.model.has_experts), False
     flags = config.checkpoint
     if not flags.replication:
         return [(rank,) for rank in range(world)], False

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megapipe.checkpoint.memory.cliques import equal_sets, sets_of
 from megapipe.config import Config
-from megapipe.distributed.grid import Grids
 from megapipe.optim.buffers import ALIGN
 
 ROW = 64
@@ -127,13 +126,10 @@ def _along(config: Config, rank: int, x: Kept, of: Config | None = None) -> tupl
         x: the tensor.
         of: the run in which `rank` is a rank; None if it is `config`.
     """
-
-    def sets(config: Config) -> list[tuple[int, ...]]:
-        if x.filled is None or config.lacks_a_rank:
-            return equal_sets(config)
-        names = ("edp",) if x.of_experts else ("cp", "dp")
-        return Grids.of(config.parallel, config.world_size).sets(*names)
-
+    experts = x.of_experts
+    if x.filled is None:
+        experts = config.model.has_experts
     # Sets are in the order of all other axes, whose sizes are equal in both worlds.
-    place = next(n for n, ranks in enumerate(sets(of or config)) if rank in ranks)
-    return sets(config)[place]
+    sets = equal_sets(of or config, experts=experts)
+    place = next(n for n, ranks in enumerate(sets) if rank in ranks)
+    return equal_sets(config, experts=experts)[place]

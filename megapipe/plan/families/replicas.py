@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megapipe.config import Config
+from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.part import PlanFeature
 from megapipe.plan.plan import OfPlan, Plan
 from megapipe.plan.state import bytes_of_state
 from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.core.reroute import refuse_others
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import simulate
 
@@ -17,14 +19,16 @@ from megapipe.schedule.simulate import simulate
 class Replicas(OfPlan):
     """The copies of each rank's state on peers, as an optional part of a plan.
 
-    `priced` adds the time of the copies to the costs. `summary` returns a line on what the copies
-    cost and which failures they survive.
+    `priced` adds the time of the copies to the costs. `peak` adds what a peer of a missing rank
+    holds. `summary` returns a line on what the copies cost and which failures they survive.
 
     Attributes:
         config: the configuration of the run.
+        holds: see `OfPlan`.
     """
 
     config: Config
+    holds: str = ""
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
         """Return the costs with the time of copying a rank's state to its peers.
@@ -44,6 +48,22 @@ class Replicas(OfPlan):
             unit *= sum(costs.f) / sum(counted.f)
         others = most_in_a_set(self.config) - 1
         return replace(costs, p=tuple(unit * others * x for x in stage_bytes(plan, self.config)))
+
+    def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the usual bytes, and on the missing rank's peers a second set of gradients.
+
+        A peer holds no more activations than the fullest rank, see `Rerouted.follow`.
+        """
+        if not self.config.lacks_a_rank:
+            return usual
+        without = replace(
+            plan,
+            state=plan.state - plan.stored.gradient,
+            whole=plan.whole._replace(gradient=0),
+            stored=plan.stored._replace(gradient=0),
+        )
+        gradients = plan.state_bytes[-1] - without.state_bytes[-1]
+        return (*usual[:-1], max(usual) + gradients)
 
     def summary(self, plan: Plan) -> str:
         """Return a line on the copies that ranks keep, what they protect from, and their cost."""
@@ -126,7 +146,30 @@ def _slowdown(plan: Plan) -> float:
 
 
 def _of(config: Config, *_: Schedule | None) -> Replicas | None:
-    return Replicas(config) if config.copies_state else None
+    if not config.copies_state:
+        return None
+    holds = ""
+    if config.lacks_a_rank:
+        holds = "gradients of a missing rank's microbatches"
+    return Replicas(config, holds)
 
 
-REPLICAS = PlanFeature("replicas", of=_of)
+def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
+    """Refuse a table whose passes peers cannot run, if a rank is missing."""
+    if not config.lacks_a_rank:
+        return
+    why = ""
+    if table.placement.num_chains > 1:
+        why = f"Each stage of {table.name} is on two ranks already."
+    try:
+        refuse_others(table)
+    except ScheduleError as error:
+        why = str(error)
+    if why:
+        raise ConfigError(
+            f"--elastic: a rank is missing, and its passes cannot be rerouted. {why} Start all "
+            "ranks."
+        )
+
+
+REPLICAS = PlanFeature("replicas", of=_of, check_made=_check_made)

@@ -210,6 +210,18 @@ def joint_costs(costs: Costs, table: Schedule) -> Costs:
     return replace(costs, comm=comm, fb=fb, **stated)
 
 
+def refuse_others(table: Schedule) -> None:
+    """Raise ScheduleError for passes other than F, B, W and BW, and for several steps."""
+    others = sorted(table.kinds.difference(LAYERS))
+    if others:
+        raise ScheduleError(
+            f"{table.name} has {', '.join(others)}: reroute F, B, W and BW, and add other passes "
+            "afterwards."
+        )
+    if table.training_steps > 1:
+        raise ScheduleError(f"{table.name} has {table.training_steps} steps: reroute one.")
+
+
 Priority = Callable[[int, Step], float]
 """(number of a queue, its next step) -> a number; of steps that can start at one time the least is
 next."""
@@ -236,17 +248,10 @@ def _unordered(ranks: Joint) -> Schedule:
 
     A peer is the same pipeline rank of another replica.
 
-    Raises: ScheduleError for a table with other passes than F, B, W and BW, or of several steps.
+    Raises: ScheduleError as `refuse_others`.
     """
     table = ranks.table
-    others = sorted(table.kinds.difference(LAYERS))
-    if others:
-        raise ScheduleError(
-            f"{table.name} has {', '.join(others)}: reroute F, B, W and BW, and add other passes "
-            "afterwards."
-        )
-    if table.training_steps > 1:
-        raise ScheduleError(f"{table.name} has {table.training_steps} steps: reroute one.")
+    refuse_others(table)
     place = ranks.placement()
     rows: list[list[Step]] = [[] for _ in range(place.num_ranks)]
     for rank, steps in ranks.queues():

@@ -9,9 +9,10 @@ sums in a whole run, where they are sent, but not here: its numbers differ with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,8 @@ from megapipe.config import Config, ParallelConfig
 from megapipe.data.loader import Microbatch
 from megapipe.distributed.late import Late
 from megapipe.distributed.seats import one_pipeline
-from megapipe.errors import ConfigError, ScheduleError
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.pipeline_parallel.loss import ForwardStep
-from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.core.reroute import joint_costs, reroute
@@ -40,18 +39,6 @@ def parallel_of_ranks(config: Config) -> ParallelConfig:
     return replace(config.parallel, pipeline_model_parallel_size=config.world_size)
 
 
-def refuse_twins(table: Schedule) -> None:
-    """Raise ConfigError for a table with each stage on two ranks of a pipeline, as DualPipe's.
-
-    Such stages cannot be built without a rank, so this is called before ranks form groups.
-    """
-    if table.placement.num_chains > 1:
-        raise ConfigError(
-            f"--elastic: a rank is missing, and the passes of {table.name} cannot be rerouted, as "
-            "each of its stages is on two ranks already. Start all ranks."
-        )
-
-
 def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
     """Return a run whose steps also run the passes of the missing rank, and say what a step costs.
 
@@ -59,16 +46,9 @@ def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
         run: a fresh run.
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         eod: end-of-document id of the tokenizer.
-    Raises: ConfigError if the table of the run cannot be rerouted.
     """
     table = run.plan.schedule
-    try:
-        stages = Rerouted(run, forward_step, eod)
-    except ScheduleError as error:
-        raise ConfigError(
-            f"--elastic: a rank is missing, and its passes cannot be rerouted. {error} Start all "
-            "ranks."
-        ) from error
+    stages = Rerouted(run, forward_step, eod)
     healthy = simulate(table, run.plan.costs).makespan
     factor = simulate(stages.schedule, stages.costs).makespan / healthy
     replicas = run.config.data_parallel_size
@@ -152,19 +132,13 @@ class Rerouted(Stages):
             self.modules.append(found[chunks.index(position)])
 
     def run(
-        self,
-        microbatches: Sequence[Microbatch],
-        consumed: int,
-        *,
-        evaluate: bool = False,
-        loss_scale: Callable[[], float] = lambda: 1.0,
-        weights: Sequence[Weights] | None = None,
-        iteration: int | None = None,
+        self, microbatches: Sequence[Microbatch], consumed: int, **options: Any
     ) -> Late[Totals]:
-        """Run all passes of one step, as `Stages.run`; `weights` is not used.
+        """Run all passes of one step, as `Stages.run`; its `weights` is not used.
 
         State is copied to memory before the passes, and not among them.
         """
+        evaluate = options.get("evaluate", False)
         if self.copy is not None and not evaluate:
             for chunk in range(len(self._of.modules)):
                 self.copy(chunk)()
@@ -173,13 +147,9 @@ class Rerouted(Stages):
         factor = 1
         if not self.config.batch.calculate_per_token_loss:
             factor = self._of.config.data_parallel_size
-        totals = super().run(
-            microbatches,
-            consumed,
-            evaluate=evaluate,
-            loss_scale=lambda: loss_scale() * factor,
-            iteration=iteration,
-        )
+        scale = options.get("loss_scale", lambda: 1.0)
+        options |= {"weights": None, "loss_scale": lambda: scale() * factor}
+        totals = super().run(microbatches, consumed, **options)
         if not evaluate:
             # The plan predicts a whole table, with which these times cannot be compared.
             self.stopwatch = Stopwatch(self.mesh.device)
