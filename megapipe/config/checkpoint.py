@@ -149,3 +149,23 @@ class CheckpointConfig:
     """Go on from states in memory with fewer or more data-parallel ranks, or without one rank,
     whose passes its peers run: the same samples in the same order, and the same global batch. Not
     in Megatron-LM."""
+
+    def replicas_of(self, world: int) -> list[tuple[int, ...]]:
+        """Divide the ranks of a world into sets that send each other their states (--replication).
+
+        A set has F ranks: n, n + J, n + 2J and so on, as in NVIDIA's resiliency extension. J is
+        --replication-jump, F --replication-factor. If F x J does not divide the number of ranks,
+        which the extension demands, the last sets are larger.
+        """
+        factor = self.replication_factor
+        # A single rank has nobody else.
+        jump = self.replication_jump or max(world // factor, 1)
+        last = max(world // (jump * factor), 1) - 1
+        found = []
+        for n in range(last + 1):
+            first = n * jump * factor
+            end = first + jump * factor
+            if n == last:
+                end = world
+            found += [tuple(range(rank, end, jump)) for rank in range(first, first + jump)]
+        return found

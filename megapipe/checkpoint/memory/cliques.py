@@ -32,12 +32,6 @@ class Clique:
     sends: bool
 
     @property
-    def others(self) -> tuple[int, ...]:
-        """The global ranks of the clique without this rank."""
-        own = self.axis.ranks[self.axis.rank]
-        return tuple(rank for rank in self.axis.ranks if rank != own)
-
-    @property
     def owner(self) -> int:
         """The global rank that names this rank's state: the first rank with an equal state.
 
@@ -63,10 +57,6 @@ def equal_sets(config: Config, *, experts: bool) -> Sets:
 def sets_of(config: Config) -> tuple[Sets, bool]:
     """Divide all ranks into sets that keep each other's states.
 
-    With --replication a set has F ranks: n, n + J, n + 2J and so on, as in NVIDIA's resiliency
-    extension. J is --replication-jump, F --replication-factor. If F x J does not divide the number
-    of ranks, which the extension demands, the last sets are larger.
-
     Returns: (the sets, whether the ranks of a set send each other their states). Nothing is sent if
         data parallelism keeps the states equal, or if each set is a single rank.
     """
@@ -76,16 +66,7 @@ def sets_of(config: Config) -> tuple[Sets, bool]:
     flags = config.checkpoint
     if not flags.replication:
         return [(rank,) for rank in range(world)], False
-    factor = flags.replication_factor
-    # A single rank has nobody else.
-    jump = flags.replication_jump or max(world // factor, 1)
-    count = max(world // (jump * factor), 1)
-    found = []
-    for n in range(count):
-        end = world if n == count - 1 else (n + 1) * jump * factor
-        for first in range(n * jump * factor, (n * factor + 1) * jump):
-            found.append(tuple(range(first, end, jump)))
-    return found, True
+    return flags.replicas_of(world), True
 
 
 def clique_of(config: Config, mesh: ProcessMesh) -> Clique:

@@ -46,7 +46,8 @@ class Replicas(OfPlan):
         unit = self.config.parallel.data_parallel_flops_per_byte * plan.tp
         if isinstance(costs.f, tuple) and isinstance(counted.f, tuple) and any(counted.f):
             unit *= sum(costs.f) / sum(counted.f)
-        others = most_in_a_set(self.config) - 1
+        sets = self.config.checkpoint.replicas_of(self.config.world_size)
+        others = max(map(len, sets)) - 1
         return replace(costs, p=tuple(unit * others * x for x in stage_bytes(plan, self.config)))
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
@@ -91,7 +92,7 @@ class Replicas(OfPlan):
             return f"{text}, which is lost with its machine"
         world = config.world_size
         factor = flags.replication_factor
-        ranks = most_in_a_set(config)
+        ranks = max(map(len, flags.replicas_of(world)))
         jump = flags.replication_jump or world // factor
         survived = f"any machine of up to {jump} rank(s)"
         if factor == ranks == 2 and world > 2:
@@ -100,18 +101,6 @@ class Replicas(OfPlan):
             f"{text}, which {ranks - 1} other(s) at a distance of {jump} keep too: they survive "
             f"the loss of {survived}; it makes a step {_slowdown(plan):.1%} longer"
         )
-
-
-def most_in_a_set(config: Config) -> int:
-    """Return the size of the largest group of ranks that keep copies of each other's states.
-
-    Groups have --replication-factor ranks. If that does not divide the number of ranks, the last
-    group is larger.
-    """
-    world = config.world_size
-    factor = config.checkpoint.replication_factor
-    jump = config.checkpoint.replication_jump or world // factor
-    return -(-(world - (world // (jump * factor) - 1) * jump * factor) // jump)
 
 
 def stage_bytes(plan: Plan, config: Config) -> list[float]:

@@ -301,13 +301,12 @@ def _by_time(
     at = [0] * len(queues)
     left = sum(len(steps) for _, steps in queues)
 
-    def inputs(queue: int) -> list[Pass]:
-        """Return the passes that the next step of a queue needs."""
-        _, steps = queues[queue]
-        if at[queue] == len(steps):
-            return []
-        step = steps[at[queue]]
+    def inputs(step: Step) -> list[Pass]:
+        """Return the passes of other steps that a step needs."""
         return [need for item in step for need in needs.of(item) if need not in step]
+
+    # Asked once for each step, and not each time that a step elsewhere is chosen.
+    waits = [list(map(inputs, steps)) for _, steps in queues]
 
     def start(queue: int) -> float | None:
         """Return when the next step of a queue can start; None while its inputs are missing."""
@@ -315,14 +314,12 @@ def _by_time(
         if at[queue] == len(steps) or not room.fits(queue, at):
             return None
         time = free[rank]
-        for need in waits[queue]:
+        for need in waits[queue][at[queue]]:
             if need not in ended:
                 return None
             time = max(time, ended[need] + costs.lag(place.rank_of[need.stage], rank, ranks))
         return time
 
-    # Asked once for each step, and not each time that a step elsewhere is chosen.
-    waits = [inputs(n) for n in range(len(queues))]
     while left:
         starts = []
         for n, (_, steps) in enumerate(queues):
@@ -337,6 +334,5 @@ def _by_time(
         free[rank] = end
         ended |= dict.fromkeys(step, end)
         at[n] += 1
-        waits[n] = inputs(n)
         left -= 1
     return rows

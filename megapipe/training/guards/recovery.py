@@ -88,8 +88,9 @@ def kept_line(sizes: Sequence[int], clique: Clique, every: int) -> str:
     own = clique.axis.ranks[clique.axis.rank]
     text = f"in memory after every {every} step(s), twice: {sizes[own]:,} bytes of rank {own}"
     if clique.sends:
-        theirs = sum(sizes[rank] for rank in clique.others)
-        text += f", which also keeps {theirs:,} of rank(s) {', '.join(map(str, clique.others))}"
+        others = [rank for rank in clique.axis.ranks if rank != own]
+        theirs = sum(sizes[rank] for rank in others)
+        text += f", which also keeps {theirs:,} of rank(s) {', '.join(map(str, others))}"
     return text
 
 
