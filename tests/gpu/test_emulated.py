@@ -247,3 +247,55 @@ def test_features_take_turns_over_schedules_and_sizes() -> None:
     """Three ranks do not divide 32 rows of the vocabulary, and 8 ranks leave no devices for a second replica."""
     said = "a2vocabulary b2messages a3sums b3messages a4sums b4vocabulary a8messages b8vocabulary\n"
     assert run("-c", IN_TURN) == said
+
+
+LOOK_UPS = """
+import sys, threading, torch
+from tools.proofs.gpu.captured import Noting
+
+Noting()
+sys.setswitchinterval(1e-6)
+names = [name for name in dir(torch._C._VariableFunctions) if not name.startswith("_")]
+barrier = threading.Barrier(4)
+found = [dict() for _ in range(4)]
+
+def look_up(own):
+    for name in names:
+        barrier.wait()
+        packet = getattr(torch.ops.aten, name, None)
+        own[name] = packet, getattr(packet, "default", None)
+
+threads = [threading.Thread(target=look_up, args=(own,)) for own in found]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(sum(len({id(x) for own in found for x in own[name]}) > 2 for name in names), "twice")
+"""
+
+
+def test_threads_that_look_up_an_operation_first_find_one_object() -> None:
+    """torch keeps a borrowed pointer to it. Without turns 5 ranks that captured graphs ended in a freed object."""
+    assert run("-c", LOOK_UPS) == "0 twice\n"
+
+
+FAILED = """
+import tools.proofs.gpu.emulated
+import torch
+from tools.proofs.gpu.emulated.streams import running
+
+with running():
+    torch.cuda.set_device(0)
+    x = torch.ones(4, device="cuda:0")
+    first, side = torch.cuda.current_stream(), torch.cuda.Stream(0)
+    with torch.cuda.stream(side):
+        side.wait_stream(first)
+        x.add_(1)
+with running() as lib:
+    del x
+    print(len(lib.faults()), "faults")
+"""
+
+
+def test_what_a_failed_run_frees_later_is_no_fault_of_the_next() -> None:
+    assert run("-c", FAILED) == "0 faults\n"

@@ -10,12 +10,14 @@ float64 does not take).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket, _OpNamespace
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +27,30 @@ _REFUSED = {
     torch.Tag.nondeterministic_seeded,
 }
 _FROM_HOST = {"lift_fresh", "lift_fresh_copy", "_local_scalar_dense"}
+
+
+@cache
+def look_up_in_turn() -> None:
+    """Let one thread at a time look up an operation of torch that has no object of Python yet.
+
+    torch makes the object at the first look-up, and its C++ keeps a borrowed pointer to it. Of two
+    threads that ask at once each makes one. The second object replaces the first, which is freed
+    while the pointer stays. Ranks that capture as threads then called a cell or an event in place
+    of an operation, or the process ended.
+    """
+    turns = threading.RLock()
+
+    def one_by_one(look_up: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def found(owner: Any, name: str) -> Any:
+            with turns:
+                # Another thread may have made it meanwhile.
+                made = owner.__dict__
+                return made[name] if name in made else look_up(owner, name)
+
+        return found
+
+    for kind in (OpOverloadPacket, _OpNamespace):
+        kind.__getattr__ = one_by_one(kind.__getattr__)  # type: ignore[method-assign]
 
 
 class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -39,6 +65,7 @@ class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        look_up_in_turn()
         self.jobs = list[tuple[Callable[..., Any], Any, dict[str, Any], dict[int, Tensor]]]()
         self.made = dict[int, Tensor]()
         self.before = dict[int, tuple[Tensor, Tensor]]()

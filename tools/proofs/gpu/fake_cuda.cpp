@@ -36,6 +36,8 @@ const Device kHost(DeviceType::CPU);
 Device gpu(int index) { return Device(DeviceType::CUDA, static_cast<DeviceIndex>(index)); }
 
 bool judging = false, late = true;
+// Runs that are judged, so far. Ranks of one that has failed may go on beside the next: what they free is no fault of it.
+int turn = 0;
 std::recursive_mutex mutex;
 thread_local int locks = 0;
 thread_local std::vector<std::shared_ptr<void>> ended;
@@ -248,6 +250,7 @@ struct Block {
   int64_t at;  // of the allocator
   std::vector<Access> accesses;
   std::unordered_set<int> recorded;
+  int made = turn;
 };
 
 std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> lending;  // by the host's, the device's
@@ -294,7 +297,7 @@ void forget(void* kept) {
     if (it != lending.end() && it->second.expired()) lending.erase(it);
     const std::string name = memories[block->device].name_of(block->at);
     memories[block->device].free(block->at);
-    if (judging && block->lane >= 0) {
+    if (judging && block->lane >= 0 && block->made == turn) {
       const auto& clock = lanes[block->lane].clock;
       for (const auto& access : block->accesses)
         if (access.lane != block->lane && !block->recorded.count(access.lane) && !before(access, clock)) {
@@ -375,7 +378,7 @@ void use(const Tensor& x, bool writes, int lane, const std::string& name) {
     const auto it = locked.find(x.storage().data());
     block = it == locked.end() ? nullptr : &it->second;
   }
-  if (!block) return;
+  if (!block || block->made != turn) return;
   const auto [begin, end] = reach(x);
   if (begin == end) return;
   Lock lock;
@@ -606,6 +609,7 @@ void judge(int on, int be_late) {
   Lock lock;
   start();
   judging = on;
+  if (on) ++turn;
   late = be_late;
   faults.clear();
 }
@@ -625,8 +629,13 @@ int get_stream(int device) {
   start();
   return lane_now(device < 0 ? device_now : device);
 }
+// Another rank's new stream may move all lanes.
+int device_of(int lane) {
+  Lock lock;
+  return lanes[lane].device;
+}
 void set_stream(int lane) {
-  const int device = lanes[lane].device;
+  const int device = device_of(lane);
   if (device != device_now) set_device(device);
   stream_now[device] = lane;
 }
@@ -636,10 +645,12 @@ int new_stream(int device) {
   touch(device);
   return new_lane(device);
 }
-int device_of(int lane) { return lanes[lane].device; }
 void* new_event() { return new Event; }
 void drop_event(void* event) { delete static_cast<Event*>(event); }
-void record_event(void* event, int lane) { *static_cast<Event*>(event) = recorded(lane); }
+void record_event(void* event, int lane) {
+  Lock lock;
+  *static_cast<Event*>(event) = recorded(lane);
+}
 void wait_event(int lane, void* event) { wait_for(lane, *static_cast<Event*>(event)); }
 void host_waits_event(void* event) { host_waits(*static_cast<Event*>(event)); }
 int over(void* event) {  // nobody has waited for it: the host is ahead
