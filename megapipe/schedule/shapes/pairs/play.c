@@ -21,7 +21,7 @@ typedef struct {
     double wait, forwards_from;
     int reach, backwards, weights, keep;
     const double *spare;
-} Manner;
+} PairingPolicy;
 
 typedef struct { int kind, pass; } Item;
 
@@ -34,7 +34,7 @@ typedef struct { double time; int rank; } Event;
 
 typedef struct {
     const Table *t;
-    const Manner *m;
+    const PairingPolicy *m;
     Row *rows;
     double *there[2]; /* when the input of a forward and of a backward is there */
     Event *events;
@@ -90,7 +90,7 @@ static double first(const Play *p, const Row *row, int way, double late, int but
 
 static int choose(Play *p, Row *row, int rank, double now, Item *a, Item *b) {
     const Table *t = p->t;
-    const Manner *m = p->m;
+    const PairingPolicy *m = p->m;
     double late = now * (1 + SMALL) + SMALL * t->forward, wait = m->wait * t->forward;
     int f, back, other, micro = t->microbatches, kind;
     double f_comes = first(p, row, F, late, -1, &f), b_comes = first(p, row, B, late, -1, &back);
@@ -209,7 +209,7 @@ static double clock_of(const Table *t, Row *rows, double *const there[2]) {
 
 /* The makespan of a play, below 0 if ranks wait for each other for ever. made[r] steps of rank r from
    steps + 12 * begin[r] on: each forward and backward, and each W, is in one of four numbers. */
-double play(const Table *t, const Manner *m, int *steps, int *made) {
+double play(const Table *t, const PairingPolicy *m, int *steps, int *made) {
     int n = t->stages * t->microbatches, all = t->begin[t->ranks];
     Row *rows = calloc(t->ranks, sizeof(Row));
     int *due = calloc(t->ranks, sizeof(int)), *whole = malloc(sizeof(int) * 3 * all);
