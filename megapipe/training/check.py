@@ -19,9 +19,8 @@ from megapipe.checks.inputs import (
 )
 from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import problems_of, validate
-from megapipe.checks.vocabulary import vocabulary
+from megapipe.checks.vocabulary import vocabulary, with_vocabulary
 from megapipe.config import Config, ModelConfig
-from megapipe.config.layers import inline
 from megapipe.data.build import Datasets, Part, build_datasets, build_part, open_parts
 from megapipe.data.files import nearest_folder
 from megapipe.data.gpt_dataset import TokenDataset
@@ -116,11 +115,10 @@ def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> L
     if config.model.model_provider is not None:
         provider = find_provider(config.model.model_provider)
     # After the tokenizer, which knows the number of ids. Model, plan and layers depend on it.
-    vocab = config.model.padded_vocab(tokenizer.vocab_size)
+    whole = with_vocabulary(config, tokenizer.vocab_size)
     on_gpus = has_cuda() and config.parallel.distributed_backend != "gloo"
     impl, layers = choose_layers(config, on_gpus)
-    model = replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
-    config = settled(config, model)
+    config = settled(config, replace(whole.model, transformer_impl=impl))
     # A search takes seconds, so rank 0 makes it for all ranks once they have met.
     searches = config.world_size > 1 and is_searched(schedule_name(config))
     plan = None if searches else make_plan(config)
@@ -173,8 +171,7 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
     if found.flags:
         raise ConfigError(problems)
     vocab, assumed = vocabulary(config, tokenizer)
-    padded = config.model.padded_vocab(vocab)
-    as_run = replace(config, model=replace(inline(config.model), padded_vocab_size=padded))
+    as_run = with_vocabulary(config, vocab)
     plan = make_plan(as_run)
     no_room = _room_problems(as_run, plan)
     if config.check.check_paths == "yes":
