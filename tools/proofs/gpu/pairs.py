@@ -33,7 +33,8 @@ from megapipe.schedule import Costs, build, simulate, unpaired
 from megapipe.tensor_parallel.rng import MicrobatchContext
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 from tools.proofs.gpu import fake_cuda
-from tools.proofs.gpu.roofline import _1_3B, _8B, GPU, LLAMA, PEAK, Roofline, attention, passes
+from tools.proofs.gpu.emulated.attention import attention
+from tools.proofs.gpu.roofline import _1_3B, _8B, GPU, LLAMA, PEAK, Roofline, passes
 
 RATES = {"NVLink": 300e9, "a 400 Gbit/s card each": 45e9}
 """Bytes a second that leave a GPU: assumed, of 450 and 50 of the data sheets."""

@@ -35,6 +35,7 @@ from megapipe.optim.rule import Rates
 from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import MicrobatchContext
 from tools.proofs.gpu import fake_cuda
+from tools.proofs.gpu.emulated.attention import attention
 
 GPU = torch.device("cuda", 0)
 PEAK, PRODUCTS, ATTENTION = 989.4e12, 680e12, {"forward": 550e12, "backward": 450e12}
@@ -147,22 +148,6 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object)
     given = dict(zip((place.name for place in func._schema.arguments), args, strict=False)) | kwargs
     changed = [given.get(place.name) for place in func._schema.arguments if place.is_write]
     return [x for x in tree_leaves(changed) if isinstance(x, Tensor)]
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: object,
-) -> Tensor:
-    """torch's flash kernel, which its own choice does not find on a device that is not there."""
-    assert attn_mask is None
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    out: Tensor = flash(q, k, v, dropout_p, is_causal, False)[0]
-    return out
 
 
 def passes(
