@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import process_time
 
+from megapipe.checks.vocabulary import with_vocabulary
 from megapipe.commands.plan.search.asked import asked_of
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.report import best_of
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ParallelConfig
-from megapipe.config.layers import inline
 from megapipe.flags.parse import parse
 from megapipe.flags.parse import run as start
 from megapipe.plan import GIB
@@ -51,9 +51,8 @@ class Flags:
 def config_of(run: Run) -> Config:
     """Return the configuration of a run, with its vocabulary and its number of devices."""
     config = parse(Config, [*COMMON.split(), *run.flags.split()])
-    vocab = config.model.padded_vocab(vocabulary_of(config))
-    model = replace(inline(config.model), padded_vocab_size=vocab)
-    return replace(config, model=model, world_size=run.gpus).with_batch(config.global_batch_size)
+    config = with_vocabulary(config, vocabulary_of(config))
+    return replace(config, world_size=run.gpus).with_batch(config.global_batch_size)
 
 
 def vocabulary_of(config: Config) -> int:

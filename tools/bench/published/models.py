@@ -4,7 +4,6 @@ COMMON = (
     "--bf16 --mock-data --tokenizer-type NullTokenizer --train-iters 9 --lr 1e-4 "
     "--use-distributed-optimizer"
 )
-_GPT = "--seq-length 2048 --max-position-embeddings 2048 --vocab-size"
 _LIKE_LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--untie-embeddings-and-output-weights"
@@ -66,18 +65,22 @@ DEEPSEEK_V3 = (
 )
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --sequence-parallel"
+ENDS_AS_LAYERS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+"""Stages are split as if the embedding were a layer, and the head too."""
 SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
 
 
-def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 51200) -> str:
+def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 51200, sequence: int = 2048) -> str:
     """Return the flags of a GPT of Megatron-LM's papers.
 
     Args:
         heads: the number of attention heads.
         vocabulary: the number of token ids.
+        sequence: tokens of a sequence, and positions of the model.
     """
+    text = f"--seq-length {sequence} --max-position-embeddings {sequence}"
     size = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}"
-    return f"{_GPT} {vocabulary - 1} {size}"
+    return f"{text} --vocab-size {vocabulary - 1} {size}"
 
 
 def layout(

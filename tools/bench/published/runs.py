@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tools.bench.published.models import (
     DEEPSEEK_V3,
+    ENDS_AS_LAYERS,
     FULL,
     LLAMA_2_13B,
     LLAMA_2_70B,
@@ -89,8 +90,9 @@ def _narayanan(
     return Run(name, NARAYANAN, "a100", gpus, flags, narayanan=tflops, assumed=ONE_OF_EACH)
 
 
-_ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-_LLAMA_405B = f"{LLAMA_3_405B} {layout(2048, tp=8, pp=16, chunks=8)} --sequence-parallel {_ENDS}"
+_LLAMA_405B = (
+    f"{LLAMA_3_405B} {layout(2048, tp=8, pp=16, chunks=8)} --sequence-parallel {ENDS_AS_LAYERS}"
+)
 _LLAMA_ASSUMED = "eight stages on a rank; their FLOPs are counted as ours"
 _GPT3_OF_MEGASCALE = f"{gpt(96, 12288, 128, 64000)} {SELECTIVE}"
 _MEGASCALE_ASSUMED = "microbatches of one sequence, selective recomputation; A100s of 80 GB"
