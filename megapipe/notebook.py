@@ -40,7 +40,7 @@ def aligned(rows: Sequence[Sequence[str]], first: Callable[..., str] = str.rjust
     return ["  ".join((first(x, width), *map(str.rjust, xs, widths))) for x, *xs in rows]
 
 
-def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
+def html_table(rows: Sequence[Sequence[str]], caption: str) -> str:
     """Return rows of cells as an HTML table without scripts. The first row is the head.
 
     Args:

@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
         # `predict` knows the ranks alone; the user must know which files they came from.
         except UserError as error:
             raise DataError(f"{flags.traces}, pipeline {number}: {error}") from None
-        rows = summarise(ranks, schedule, predicted)
+        rows = summarise(ranks, predicted)
         found.text += _lines(number, schedule, rows)
         found.numbers += [{"pipeline": number} | asdict(row) for row in rows]
         found.events += merge(ranks, schedule, predicted)

@@ -219,7 +219,7 @@ def newton_schulz(
     x: Tensor,
     steps: int,
     coefficients: Sequence[tuple[float, float, float]],
-    products: torch.dtype | None = None,
+    products: torch.dtype | None,
 ) -> Tensor:
     """Return approximately U V^T, given x [rows, columns] with the decomposition U S V^T.
 
@@ -228,7 +228,7 @@ def newton_schulz(
     Args:
         steps: number of steps.
         coefficients: (a, b, c) of each step.
-        products: dtype in which the steps are computed; by default x.dtype.
+        products: dtype in which the steps are computed; None for x.dtype.
     """
     dtype = x.dtype
     # The gram matrix is smaller if rows are the shorter dimension.

@@ -97,7 +97,7 @@ def _plain(number: float) -> str:
 
 
 def expert_bytes(
-    model: ModelConfig, par: ParallelConfig, tokens: int, *, element_bytes: int = 4
+    model: ModelConfig, par: ParallelConfig, tokens: int, *, element_bytes: int
 ) -> tuple[float, float, float]:
     """Return the bytes that a rank sends for its experts, per layer and microbatch.
 
@@ -133,7 +133,7 @@ def _as_an_mlp(par: ParallelConfig) -> bool:
     return par.expert_model_parallel_size == 1 and par.etp == par.tensor_model_parallel_size
 
 
-def expert_line(plan: Plan, config: Config) -> str:
+def expert_line(config: Config) -> str:
     """Return a line on which ranks have which experts, and on the bytes a rank sends for them.
 
     The line is "" if tensor parallelism alone splits the experts, as it splits an MLP.

@@ -30,7 +30,7 @@ from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
 from megapipe.partition.spans import nearly_even
-from megapipe.plan.auto import Judge, as_they_are, search
+from megapipe.plan.auto import Judge, search
 from megapipe.plan.draft import PlanDraft
 from megapipe.plan.layers import Gathers
 from megapipe.plan.part import NothingToDo
@@ -57,16 +57,13 @@ def make_plan(config: Config) -> Plan:
     return plan_of(config, pieces_of(config, config.model), recomputes=True)
 
 
-def plan_of(
-    config: Config, work: ModelWork, *, recomputes: bool = False, moves: bool = True
-) -> Plan:
+def plan_of(config: Config, work: ModelWork, *, recomputes: bool = False) -> Plan:
     """Return the plan of a configuration, given the work of its model.
 
     Args:
         work: the work of embedding, layers and head.
         recomputes: let some microbatches recompute nothing, as
             --num-microbatches-with-partial-activation-checkpoints asks. False ignores that flag.
-        moves: offload or recompute activations that do not fit into --memory-limit-gib.
     Raises: ConfigError and ScheduleError like `make_plan`.
     """
     # A part with an open choice plans each way without it, and returns the best of them.
@@ -74,7 +71,7 @@ def plan_of(
         best = part.best(config, lambda one: plan_of(one, work, recomputes=recomputes))
         if best is not None:
             return best
-    recipe = recipe_of(config, moves=moves)
+    recipe = recipe_of(config)
     draft = PlanDraft(config, _empty(config, work), work.depths)
     chain = _chain(config, recipe, draft)
     draft = _as_searched(draft, chain.placement)
@@ -259,9 +256,7 @@ def _split(draft: PlanDraft, recipe: Recipe, chain: Schedule) -> tuple[PlanDraft
     return draft, recipe, plan
 
 
-def balanced_by_cost(
-    plan: Plan, limit_gib: float | None = None, price: Callable[[Costs], Costs] = as_they_are
-) -> Plan:
+def balanced_by_cost(plan: Plan, limit_gib: float | None, price: Callable[[Costs], Costs]) -> Plan:
     """Return the plan after moving layers between stages so that the simulated step is shortest.
 
     Args:

@@ -39,14 +39,12 @@ SHARE = 0.2
 """
 
 
-def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
+def recipe_of(config: Config) -> Recipe:
     """Return the recipe of the table that the flags ask for.
 
     A recipe is the settings from which a table of passes is made. The field `depths`, the ranks of
     multi-token prediction, stays empty: `split.ranks_of_depths` lists choices for it.
 
-    Args:
-        moves: offload or recompute activations that do not fit into --memory-limit-gib.
     Raises: ConfigError, ScheduleError for flags that no table can satisfy.
     """
     par = config.parallel
@@ -62,7 +60,7 @@ def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
         order,
         pairs=pairs,
         vocabulary=par.vocab_parallel_pipeline,
-        offload=_offload(config, moves=moves, any_order=order.search is not None),
+        offload=_offload(config, any_order=order.search is not None),
         sharding=sharding,
         lenient=True,  # a plan that does not fit says by how much
     )
@@ -115,12 +113,12 @@ def _search(config: Config, microbatches: int) -> Search:
     return Search(placements(config), objective, effort, seconds=SECONDS)
 
 
-def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
+def _offload(config: Config, *, any_order: bool) -> Offload | None:
     """Return the settings for offload and recomputation in the table; None for neither.
 
+    With --memory-limit-gib, activations that do not fit are moved even if no flag asks for that.
+
     Args:
-        moves: offload or recompute activations that do not fit into --memory-limit-gib, even if no
-            flag asks for that.
         any_order: --pipeline-schedule names a search, so that another order may be taken if it fits
             better.
     """
@@ -128,7 +126,7 @@ def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
     asked = Copies.asked(config)
     if asked is None:
         # --reschedule-after searches tables in which nothing moves.
-        if moves and limit and config.parallel.reschedule_after is None:
+        if limit and config.parallel.reschedule_after is None:
             return Offload("needed", any_order=any_order)
         return None
     when = "all"

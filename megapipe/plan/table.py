@@ -114,7 +114,7 @@ def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None)
         _active(plan),
         checkpoint_line(plan, config),
         context_line(plan, config),
-        expert_line(plan, config),
+        expert_line(config),
         *own_lines(plan),
     ]
     return "\n".join(filter(None, lines))

@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import Dependencies, is_beyond
 from megapipe.schedule.kinds import COPIES, Kind, Lane, Made, Where
 from megapipe.schedule.memory.held import memory_steps as memory_steps
@@ -112,7 +112,7 @@ def uncollected() -> Iterator[None]:
 
 @uncollected()
 def simulate(
-    schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None
+    schedule: Schedule, costs: Costs, took: Mapping[Pass, float] | None = None
 ) -> Timeline:
     """Return the times and memory of a schedule under these costs.
 
@@ -167,7 +167,7 @@ def simulate(
 
 
 def run_clock(
-    schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None
+    schedule: Schedule, costs: Costs, took: Mapping[Pass, float] | None = None
 ) -> SimulatedTimes:
     """Return start and end of every step, in time linear in the number of passes.
 

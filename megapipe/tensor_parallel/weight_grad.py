@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import at_waits
-from megapipe.tensor_parallel.products import PLAIN, Products
+from megapipe.tensor_parallel.products import Products
 
 Job: TypeAlias = "Callable[[], None] | InTwo"
 """A weight-gradient product: called once, it adds into a main_grad."""
@@ -184,7 +184,7 @@ def accumulate_weight_grad(
     grad_output: Tensor,
     x: Tensor,
     owner: WeightGrads | None,
-    products: Products = PLAIN,
+    products: Products,
 ) -> Tensor | None:
     """Add a linear layer's weight gradient dy^T x into the weight's main_grad, now or in W.
 

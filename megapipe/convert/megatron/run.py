@@ -91,7 +91,7 @@ def import_megatron(
     return Converted(final, run.config, tuple(notes), run.args["padded_vocab_size"], steps)
 
 
-def find_folder(source: Path, step: int | None = None) -> Path:
+def find_folder(source: Path, step: int | None) -> Path:
     """Return the folder of one checkpoint that Megatron-LM has saved.
 
     Args:

@@ -111,7 +111,7 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> BPETokeniz
     return BPETokenizer(library, vocab[_GPT2_EOD], f"--vocab-file {vocab_file}")
 
 
-def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETokenizer:
+def hugging_face_tokenizer(path: str | None, *, specials: bool) -> BPETokenizer:
     """Return the tokenizer of a tokenizer.json, or of a folder; eod is the folder's eos_token.
 
     Args:

@@ -57,7 +57,7 @@ def products(rows: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) 
     return _one_by_one(rows, weight, weight.shape[1], ends, how.forward)
 
 
-def input_grads(grads: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) -> Tensor:
+def input_grads(grads: Tensor, weight: Tensor, ends: Tensor, how: Products) -> Tensor:
     """Return the gradient of the argument `rows` of `products`.
 
     Args:
@@ -95,9 +95,7 @@ def _one_by_one(
     return out
 
 
-def add_products(
-    main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, how: Products = PLAIN
-) -> None:
+def add_products(main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, how: Products) -> None:
     """Add each expert's weight gradient dy^T x into main_grad, in place.
 
     Args:

@@ -40,7 +40,7 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     f = tuple(x + n * forward for x, n in zip(computed_f, layers, strict=True))
     b = tuple(x + n * backward for x, n in zip(computed_b, layers, strict=True))
     if "sharding" in plan.own:
-        costs = _with_shards(costs, plan, config, device)
+        costs = _with_shards(costs, config, device)
     # One rank sends nothing to itself.
     comm = 0.0
     if len(plan.schedule.ranks) > 1:
@@ -177,7 +177,7 @@ def _message(plan: Plan, config: Config, device: Device) -> float:
     return device.seconds(size, 2 * _stage_extent(config))
 
 
-def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
+def _with_shards(costs: Costs, config: Config, device: Device) -> Costs:
     """Return the costs with the seconds of weight gathers and gradient reduce-scatters.
 
     Args:

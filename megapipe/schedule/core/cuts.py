@@ -140,7 +140,7 @@ def in_tokens(wanted: tuple[float, ...], length: int, multiple: int = 1) -> tupl
 
 @lru_cache(maxsize=64)  # all passes and messages of a microbatch ask for the same lengths
 def at_borders(
-    lengths: tuple[int, ...], borders: tuple[int, ...], multiple: int = 1
+    lengths: tuple[int, ...], borders: tuple[int, ...], multiple: int
 ) -> tuple[int, ...]:
     """Return the tokens of each slice after moving cuts to the borders of documents.
 

@@ -312,14 +312,11 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
     return Costs(f=tuple(f), b=tuple(b), w=tuple(w), s=s, t=t, e=e, g=g, u=u, a=a, v=v)
 
 
-def summarise(
-    ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
-) -> list[RankSummary]:
+def summarise(ranks: Sequence[RankTrace], predicted: Timeline) -> list[RankSummary]:
     """Return the summary of each rank of a pipeline.
 
     Args:
         ranks: the traces of the pipeline, in rank order.
-        schedule: the table that they ran.
         predicted: the timeline simulated with the measured costs.
     """
     rows = []

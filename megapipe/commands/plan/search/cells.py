@@ -110,7 +110,7 @@ def cell_of(
 
 
 def expert_grids(
-    config: Config, tp: int, ranks: int, widths: Collection[int] = ()
+    config: Config, tp: int, ranks: int, widths: Collection[int]
 ) -> list[tuple[int, int]]:
     """Return each pair (ep, etp) to try for the experts of a stage.
 

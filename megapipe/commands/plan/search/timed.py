@@ -54,7 +54,7 @@ class Room(NamedTuple):
 
 
 def with_schedule(
-    plan: Plan, config: Config, batch: Config, device: Device, room: Room | None = None
+    plan: Plan, config: Config, batch: Config, device: Device, room: Room | None
 ) -> TimedPlan:
     """Return a plan with another schedule and number of microbatches, and the times of its step.
 

@@ -269,7 +269,7 @@ class _Played:
         return slow, sums, moves, max(self.time.peak), self.time.makespan
 
 
-def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[UnshardedStages]:
+def ways_to_live(schedule: Schedule, *, gathers: bool) -> Iterator[UnshardedStages]:
     """Yield the choices to try of how many stages are gathered at a time.
 
     The choices are one, two, half of a rank's stages, and all. A large table has fewer choices,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from megapipe.errors import ScheduleError
 from megapipe.notebook import aligned
-from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
+from megapipe.schedule.catalogue import build, entry_of, is_file
 from megapipe.schedule.core.bound import paired_bound
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.ingredients import FixedCosts, Pairing, refuse_idle
@@ -33,10 +33,10 @@ def paired_table(
     ranks: int,
     microbatches: int,
     costs: Costs,
-    memory: float | None = None,
+    memory: float | None,
     *,
-    names: Sequence[str] = tuple(SCHEDULES),
-    progress: Callable[[float, str], None] = lambda share, doing: None,
+    names: Sequence[str],
+    progress: Callable[[float, str], None],
 ) -> str:
     """Return text that says what overlapped pairs of passes would gain in each built-in schedule.
 
