@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import ceil
 from typing import NamedTuple
 
 from megapipe.config import ModelConfig
@@ -24,6 +25,7 @@ from megapipe.plan.layers import (
     head_work,
     layer_work,
     norm_size,
+    passing,
 )
 from megapipe.schedule import Costs
 
@@ -77,6 +79,8 @@ class ModelWork:
         wide: bytes of a key's gradient divided by the bytes of a key, such as 2 for bf16. Slices
             add these gradients in float32.
         modules: modules whose activations may be copied to the host; () for all.
+        together: number of layers that backward makes again at once, if it makes layers again and a
+            stage has so many. They keep one input.
     """
 
     embedding: Work
@@ -89,6 +93,7 @@ class ModelWork:
     hidden: tuple[float, float] = (0.0, 0.0)
     wide: float = 1.0
     modules: tuple[str, ...] = ()
+    together: int = 1
 
     @cached_property
     def _sums(self) -> _Columns:
@@ -223,11 +228,11 @@ class ModelWork:
         Args:
             counts: number of layers of each stage, in the model's order.
         """
-        sizes = [layer.passing for layer in self.layers]
-        ends = accumulate(counts, initial=0)
-        found = [max(sizes[begin:end], default=0.0) for begin, end in pairwise(ends)]
+        found = []
+        for begin, end in pairwise(accumulate(counts, initial=0)):
+            found.append(passing(self.layers[begin:end], self.together))
         # A depth has a layer like the last one.
-        of_depth = sizes[-1]
+        of_depth = passing(self.layers[-1:], 1)
         if self.shares == 1:
             # The layers' backward follows the head's, which frees what the head holds.
             head = self.head
@@ -245,6 +250,10 @@ class ModelWork:
         columns = []
         for name, sums in zip(_Columns._fields, self._sums, strict=True):
             column = [sums[end] - sums[begin] for begin, end in pairwise(ends)]
+            if name == "held" and self.together > 1:
+                # Of a group of layers only the first keeps its input.
+                for stage, count in enumerate(counts):
+                    column[stage] -= (count - ceil(count / self.together)) * self.hidden[0]
             if self.shares == 1:
                 column[0] += getattr(self.embedding, name)
                 column[-1] += getattr(self.head, name)
@@ -328,6 +337,9 @@ def pieces(
     if model.position_embedding_type == "learned_absolute":
         rows += model.max_position_embeddings or 0
     masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
+    together = 1
+    if model.recompute_granularity == "full" and model.recompute_method != "block":
+        together = model.recompute_num_layers or 1
     return ModelWork(
         Work(held=masks, parameters=rows * h),
         layers,
@@ -336,6 +348,7 @@ def pieces(
         hidden=(load.bytes(h, 0), float(load.element * tokens * h)),
         modules=modules,
         wide=4 / element_bytes,
+        together=together,
     )
 
 

@@ -112,7 +112,7 @@ def uncollected() -> Iterator[None]:
 
 @uncollected()
 def simulate(
-    schedule: Schedule, costs: Costs, took: Mapping[Pass, float] | None = None
+    schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None
 ) -> Timeline:
     """Return the times and memory of a schedule under these costs.
 

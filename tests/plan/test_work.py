@@ -52,6 +52,11 @@ def test_flops_by_formula_are_those_that_torch_counts(style):
 def test_activations_by_formula_are_those_that_autograd_keeps(style, span):
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 1024, "padded_vocab_size": 4096}
     model = replace(STYLES[style], **sizes, attention_dropout=0.0)
+    assert pieces(model, 64, 2).stage(span).held == pytest.approx(saved(model, span), rel=0.12)
+
+
+def saved(model: ModelConfig, span: LayerSpan) -> int:
+    """The bytes that autograd keeps of 2 sequences of 64 tokens until their backward begins."""
     stage = gpt_provider(model, span, Axis())
     for param in stage.parameters():
         torch.nn.init.normal_(param, std=0.02)
@@ -62,11 +67,33 @@ def test_activations_by_formula_are_those_that_autograd_keeps(style, span):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address comes twice
         return x
 
-    stage.set_input_tensor(torch.randn(64, 2, 256, requires_grad=True))
+    stage.set_input_tensor(torch.randn(64, 2, model.hidden, requires_grad=True))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         stage(labels=torch.zeros(2, 64, dtype=torch.long))
-    real = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
-    assert pieces(model, 64, 2).stage(span).held == pytest.approx(real, rel=0.12)
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 8])
+def test_a_stage_of_three_layers_makes_at_most_three_again_at_once(together):
+    """Groups of 2 keep two inputs, of 8 as of 3 one: counted in tensors that autograd keeps of built layers."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 1024, "padded_vocab_size": 4096}
+    plain = replace(STYLES["llama"], **sizes, num_layers=6, attention_dropout=0.0, hidden_dropout=0.0)
+    each = replace(plain, recompute_granularity="full")
+    model = replace(each, recompute_num_layers=together)
+    costs, alone = (pieces(one, 64, 2).costs((1, 3, 2)) for one in (model, each))
+    assert costs.mem_b[1] == saved(model, LayerSpan(1, 3, False, False))
+    made, one = (saved(plain, LayerSpan(1, n, False, False)) for n in (min(together, 3), 1))
+    assert costs.mem_p[1] - alone.mem_p[1] == pytest.approx(made - one, rel=0.12)
+
+
+def test_a_number_of_layers_alone_or_by_block_groups_none():
+    model = replace(STYLES["llama"], num_layers=6, padded_vocab_size=64, recompute_num_layers=2)
+    block = replace(model, recompute_granularity="full", recompute_method="block")
+    none, idle, blocks = (
+        pieces(one, 8).costs((3, 3)) for one in (replace(model, recompute_num_layers=None), model, block)
+    )
+    assert idle == none
+    assert blocks.mem_b == none.mem_b
 
 
 EXPERTS = {

@@ -5,6 +5,6 @@ hold the formulas to the FLOPs that torch counts and to the tensors that autogra
 """
 
 from megapipe.plan.layers.head import head_work
-from megapipe.plan.layers.layer import layer_work
+from megapipe.plan.layers.layer import layer_work, passing
 from megapipe.plan.layers.load import NOT_GATHERED, Gathers, RankLoad, norm_size
 from megapipe.plan.layers.work import Work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megapipe.config import ModelConfig
@@ -25,16 +26,33 @@ def layer_work(model: ModelConfig, load: RankLoad) -> Work:
     # By `block` the layers of a stage differ, and a plan that may move layers counts none of them.
     if model.recompute_granularity != "full" or model.recompute_method == "block":
         return work
-    # One input is kept for several layers. Slices keep the keys and values of all.
-    together = model.recompute_num_layers or 1
+    # Layers that are made again together keep one input, but how many are together depends on their
+    # stage: see `ModelWork.together`. Slices keep the keys and values of all.
     kept = load.bytes(model.hidden, 0)
     return replace(
         work,
         b=work.b + work.f,
-        held=kept / together,
-        # Backward makes again what these layers would have kept.
-        passing=work.passing + together * work.held - kept,
+        held=kept,
+        passing=work.passing - kept,
+        again=work.held,
         copied=0.0,
         scores_b=work.scores_b + work.scores_f,
         kept_keys=work.keys,
     )
+
+
+def passing(layers: Sequence[Work], together: int) -> float:
+    """Return the bytes that F and B of a stage's layers need only while they run.
+
+    Args:
+        layers: the work of each layer of the stage.
+        together: number of layers that B makes again at once. A stage with fewer makes all of them.
+    """
+    if together == 1:
+        return max((layer.passing + layer.again for layer in layers), default=0.0)
+    most = 0.0
+    for first in range(0, len(layers), together):
+        group = layers[first : first + together]
+        made = sum(layer.again for layer in group)
+        most = max(most, made + max(layer.passing for layer in group))
+    return most

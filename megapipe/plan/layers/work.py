@@ -37,6 +37,8 @@ class Work:
         lighter: bytes by which gathered weights are smaller because they are in eight bits.
         passing: bytes that F and B need only while they run, beyond `held`. Pieces run one after
             another, so a sum has the largest.
+        again: bytes that B makes again because F did not keep them. B needs them beyond `passing`,
+            and for several layers at once if these are made again together.
     """
 
     f: float = 0.0
@@ -55,6 +57,7 @@ class Work:
     copied: float = 0.0
     lighter: float = 0.0
     passing: float = 0.0
+    again: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         total = Work(*map(add, vars(self).values(), vars(other).values()))
