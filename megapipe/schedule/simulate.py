@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import Costs
+from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, is_beyond
 from megapipe.schedule.kinds import COPIES, Kind, Lane, Made, Where
 from megapipe.schedule.memory.held import memory_steps as memory_steps
