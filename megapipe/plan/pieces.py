@@ -79,8 +79,8 @@ class ModelWork:
         wide: bytes of a key's gradient divided by the bytes of a key, such as 2 for bf16. Slices
             add these gradients in float32.
         modules: modules whose activations may be copied to the host; () for all.
-        together: number of layers that backward makes again at once, if it makes layers again and a
-            stage has so many. They keep one input.
+        together: under full recomputation, the number of layers that backward makes again at once.
+            They keep one input. A stage with fewer layers makes all of them at once.
     """
 
     embedding: Work
