@@ -1,0 +1,187 @@
+"""What the page of a search says of its plans, and which lines of flags are refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from small_searches import MODEL, SLOW, found_by, run_search
+
+from megapipe.commands.plan.main import main
+from megapipe.commands.plan.search.report import report
+from megapipe.commands.plan.search.search import search
+from megapipe.commands.plan.verdict import Machine
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
+from megapipe.plan import GIB, make_plan
+from megapipe.plan.seconds.device import DEVICES, Device, load_device
+from megapipe.plan.seconds.page import digest
+from megapipe.plan.seconds.step import timed
+from megapipe.training.check import check
+
+
+def test_what_does_not_fit_is_said():
+    flags = [*MODEL.split(), "--global-batch-size", "4"]
+    config = parse(Config, flags)
+    found = search(config, 2, Machine(1000.0), SLOW, 1000)
+    first, least, verdict, pasted, *_ = report(found, Machine(1000.0)).splitlines()
+    assert first.startswith("nothing fits: ")
+    made = parse(Config, [*flags, *pasted.split()])
+    model = replace(made.model, padded_vocab_size=made.model.padded_vocab(1000))
+    made = replace(made, model=model, world_size=2)
+    plan = make_plan(made)
+    assert f"plan {digest(plan, made)}" in least
+    assert f"peak {max(plan.peak_bytes) / GIB:.3g} GiB: does not fit" in verdict
+    # One sequence at a time on two ranks that share a model, and only inputs of layers are kept.
+    assert "--recompute-granularity full" in pasted
+    assert "--micro-batch-size 1" in pasted
+    assert "2 tensor" in least or "2 pipeline" in least
+
+
+SMALL = "--search --global-batch-size 4 --world-size 2"
+CALLED_WORLD_SIZE = "is called --world-size, as in megapipe check and megapipe rehearse"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--search --num-layers 0", ("--num-layers 0", "needs --global-batch-size", "needs --world-size")),
+        ("--memory-gib nan --global-batch-size 8", ("--memory-gib must be a number above 0, got nan",)),
+        ("--search --memory-gib nan --global-batch-size 8", ("--memory-gib must be a number above 0, got nan",)),
+        ("--measure", ("--measure is gone: ", "megapipe rehearse times the stages")),
+        ("--emulate-ms=3", ("--emulate-ms is gone: ", "tools/bench/schedules.py")),
+        ("--search --gpus 64", ("--gpus", CALLED_WORLD_SIZE)),
+        ("--search --processes=8", ("--processes", CALLED_WORLD_SIZE)),
+        # A search with --save-costs wrote no file, and said nothing of it.
+        (f"{SMALL} --save-costs x.json", ("--save-costs is of one plan, and --search compares many.",)),
+        (f"{SMALL} --parts", ("--parts is of one plan, and --search compares many.",)),
+        (f"{SMALL} --device d.json", ("--device is called --rates now, as in megapipe check",)),
+        (f"{SMALL} --fix nodes", ("--fix nodes is no axis of a search. Give some of tp, cp, pp, micro,",)),
+        (
+            f"{SMALL} --without zb-w",
+            ("--without zb-w is neither a schedule (megapipe schedules list) nor one of sharding,",),
+        ),
+        (f"{SMALL} --among tp=two", ("--among tp=two: tp may have numbers such as 2,4 or 1..8.",)),
+        (
+            f"{SMALL} --among recompute=some",
+            ("--among recompute=some: recompute may have none, selective, full.",),
+        ),
+        (f"{SMALL} --among tp", ("--among tp must be AXIS=VALUES, such as tp=2,4 or pp=1..8",)),
+        (f"{SMALL} --among tp=2 --fix tp", ("--fix tp and --among tp=... exclude each other.",)),
+        (f"{SMALL} --why 1", ("--why 1: give two plans, such as --why 1 yours.",)),
+        (f"{SMALL} --why 1 99", ("--why 99 is no plan of the list: it has 1 to",)),
+        (f"{SMALL} --search-jobs 0", ("--search-jobs must be from 1 to 1024, got 0.",)),
+    ],
+)
+def test_a_line_that_cannot_be_is_refused(line, says):
+    with pytest.raises(ConfigError) as refused:
+        main([*MODEL.split(), *line.split()])
+    assert [words for words in says if words not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize("given", ["1e-300", "0", "NaN", "1e300", "true", '"4e14"'])
+def test_a_device_whose_numbers_mean_nothing_is_refused_by_its_field(given, tmp_path):
+    (tmp_path / "device.json").write_text(f'{{"flops": {given}}}')
+    with pytest.raises(ConfigError, match=r"--rates .*device.json: flops must be a number above 0, from 1e-30 to 1e30"):
+        load_device("--rates", str(tmp_path / "device.json"))
+
+
+def test_the_memory_of_a_host_is_that_of_a_check_for_each_rank_of_its_node(capsys, tmp_path):
+    (found, *_), said = run_search("--global-batch-size 8 --world-size 2", capsys, tmp_path)
+    line = "--global-batch-size 8 --save somewhere --save-interval 9"
+    check(parse(Config, [*MODEL.split(), *line.split(), *found["flags"], "--check", "--world-size", "2"]))
+    gib = found["host_bytes"]["save"] / GIB
+    assert f"writing it takes up to {gib:.3g} GiB of host memory on a rank" in capsys.readouterr().out
+    assert f"on a host 2 ranks need {2 * gib:,.4g} GiB to save: fits" in said.out
+
+
+def test_plans_whose_save_has_no_room_on_a_host_are_left_out_and_the_page_says_why(capsys, tmp_path):
+    """The first plan of Mixtral on 64 devices asked 541 GiB of each rank for a save, 4.2 TiB of a host."""
+    line = "--global-batch-size 8 --world-size 4 --pipeline-model-parallel-size 1 --use-distributed-optimizer"
+    before, _ = run_search(line, capsys, tmp_path)
+    needs = sorted({4 * sum(x["host_bytes"].values()) for x in before})
+    limit = (needs[0] + needs[-1]) / 2
+    best, said = run_search(f"{line} --host-memory-gib {limit / GIB}", capsys, tmp_path)
+    assert best
+    assert all(4 * sum(x["host_bytes"].values()) <= limit for x in best)
+    assert "without room on the host for a save and copied activations" in said.out
+    assert "--no-save-optim saves weights alone" in said.out
+    # The user's own plan stays on the page, with what it lacks.
+    _, own = said.out.split("\nyours: ")
+    assert "on a host 4 ranks need" in own
+    assert "does not fit" in own
+
+
+@pytest.mark.parametrize(("reserved", "least"), [("", 0.9), ("--reserved-gib 0", 1.0)])
+def test_a_tenth_of_a_device_stays_free_unless_less_is_asked_for(reserved, least, capsys, tmp_path):
+    line = f"--global-batch-size 8 --world-size 2 --memory-gib 0.0042 {reserved}"
+    best, said = run_search(line, capsys, tmp_path)
+    room = 0.0042 * least
+    assert max(x["peak_bytes"] for x in best) <= room * GIB
+    spare = [room - x["peak_bytes"] / GIB for x in best]
+    assert [f"fits with {gib:.3g} to spare" in said.out for gib in spare] == [True] * len(best)
+
+
+def test_plans_closer_than_predictions_can_tell_are_called_equal():
+    found = found_by("--global-batch-size 4", 1)
+    first = min(found.best.values(), key=lambda x: x.step)
+    best = {n: replace(first, step=(1 + n / 100) * first.step) for n in (0, 4, 6)}
+    rows = [line for line in report(replace(found, best=best), Machine(GIB)).splitlines() if "% slower" in line]
+    assert rows[0].startswith("      equal in time, within 5%: 4.0% slower than the first")
+    assert rows[1].startswith("      6.0% slower than the first")
+
+
+def test_one_plan_says_whether_it_fits_a_device_of_memory_gib(capsys):
+    line = [*MODEL.split(), "--global-batch-size", "8"]
+    main(line)
+    before = capsys.readouterr().out
+    peak = max(make_plan(parse(Config, [*line, "--padded-vocab-size", "1024"])).peak_bytes) / GIB
+    assert "does not fit" not in before
+    for size, says in (
+        (2 * peak, f"fits with {1.8 * peak - peak:.3g} to spare"),
+        (1.05 * peak, f"tight, needs {peak - 0.945 * peak:.3g} of the {0.105 * peak:.3g} reserved"),
+        (0.8 * peak, f"does not fit, {0.2 * peak:.3g} more than a device has"),
+    ):
+        main([*line, "--memory-gib", str(size)])
+        assert f"peak {peak:.3g} GiB: {says}; on a host 1 rank needs " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["H100", "h100"])
+def test_a_device_is_known_by_its_name_in_any_case(name):
+    assert load_device("--rates", name) == DEVICES["h100"]
+
+
+def test_the_users_own_plan_has_its_place_and_its_causes(capsys, tmp_path):
+    own = "--global-batch-size 16 --world-size 4 --pipeline-model-parallel-size 4 --why 1 yours"
+    best, said = run_search(own, capsys, tmp_path)
+    config = replace(parse(Config, [*MODEL.split(), *own.partition(" --why")[0].split()]), world_size=4)
+    config = replace(config, model=replace(config.model, padded_vocab_size=config.model.padded_vocab(1001)))
+    mine = timed(make_plan(config), config, Device())
+    assert f"yours: {mine.step:.4g} s" in said.out
+    assert f"{mine.step / best[0]['step_s'] - 1:.1%} slower than the first" in said.out
+    table = said.out.partition("seconds of a step")[2].splitlines()[1:]
+    rows = {cause: cells for cause, *cells in (re.split(r"  +", line) for line in table)}
+    assert {"messages of tensor parallel", "messages of context parallel", "messages of experts"} < rows.keys()
+    assert rows["bubble"][1] == f"{mine.parts['bubble']:.4f}"
+    assert rows["all"] == [
+        f"{best[0]['step_s']:.4f}",
+        f"{mine.step:.4f}",
+        f"{mine.step - best[0]['step_s']:+.4f}",
+    ]
+    assert said.err.startswith(f"yours: {mine.step:.4g} s")
+    assert "plans, best" in said.err
+
+
+def test_a_search_that_is_interrupted_says_its_best_so_far():
+    config = parse(Config, [*MODEL.split(), "--global-batch-size", "8"])
+
+    def interrupted(done, among, best, *last):
+        if best is not None and not last:
+            raise KeyboardInterrupt
+
+    found = search(config, 4, Machine(GIB), SLOW, 1000, interrupted, jobs=2)
+    assert found.stopped
+    assert found.best
+    assert report(found, Machine(GIB)).startswith("the search was stopped; these are the best plans until then\n 1. ")
