@@ -14,7 +14,6 @@ import pytest
 import torch
 from short_run import config as short_config
 from short_run import run_of
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import STYLES
 
 from megapipe.config import Config, LogConfig
@@ -78,6 +77,8 @@ def test_the_flag_changes_what_it_names(base, flag, effect):
 
 def test_flags_of_the_log_change_the_line_and_the_board(tmp_path, capsys, monkeypatch):
     """Of two steps, one with each flag and one with none."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # a third of a second
+
     shown = {}
     switches = "log_throughput log_params_norm log_world_size_to_tensorboard log_memory_to_tensorboard"
     memory = {"mem-reserved-bytes": 5}

@@ -125,8 +125,19 @@ for name, body in {
 """
 
 
-def test_an_emulated_device_refuses_what_a_gpu_would_and_nothing_else() -> None:
-    assert run("-c", PROGRAM).splitlines() == [
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """Return what each of the programs below prints; one process runs them, as each would import torch anew.
+
+    The first is that of memory, whose blocks nobody has used before.
+    """
+    programs = {"memory": MEMORY, "program": PROGRAM, "locks": LOCKS}
+    texts = run("-c", "\nprint('----')\n".join(programs.values())).split("----\n")
+    return dict(zip(programs, texts, strict=True))
+
+
+def test_an_emulated_device_refuses_what_a_gpu_would_and_nothing_else(said: dict[str, str]) -> None:
+    assert said["program"].splitlines() == [
         "no order: race; memory",
         "an order: nothing",
         "freed early: memory",
@@ -179,12 +190,13 @@ with running() as lib:
     for thread in threads: thread.start()
     for thread in threads: thread.join()
     print(lib.faults() or "nothing")
+faulthandler.cancel_dump_traceback_later()
 """
 
 
-def test_ranks_do_not_wait_for_each_other_with_locks_of_python_and_of_the_devices() -> None:
+def test_ranks_do_not_wait_for_each_other_with_locks_of_python_and_of_the_devices(said: dict[str, str]) -> None:
     """A late copy lets go of a tensor of Python, while another rank, which has Python's lock, asks for a device."""
-    assert run("-c", LOCKS) == "nothing\n"
+    assert said["locks"] == "nothing\n"
 
 
 MEMORY = """
@@ -217,11 +229,11 @@ with running(memory=64 * MIB) as lib:
 """
 
 
-def test_memory_comes_in_the_blocks_of_torchs_allocator_and_ends() -> None:
+def test_memory_comes_in_the_blocks_of_torchs_allocator_and_ends(said: dict[str, str]) -> None:
     """512 bytes at least. Up to 1 MiB from segments of 2 MiB, up to 10 MiB from 20 MiB, then multiples of 2 MiB."""
     mib = 1 << 20
     small = 512 + 1024 + mib
-    assert run("-c", MEMORY).splitlines() == [
+    assert said["memory"].splitlines() == [
         "1 512 2",
         "513 1536 2",
         f"{mib} {small} 2",

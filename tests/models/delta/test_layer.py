@@ -8,8 +8,6 @@ import pytest
 import torch
 from tiny import LLAMA, run_step
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3NextConfig
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from megapipe.distributed.axis import ALONE
 from megapipe.distributed.tokens import Documents
@@ -49,6 +47,9 @@ def drawn(model=DELTA) -> GatedDeltaNet:
 
 def test_outputs_and_gradients_are_those_of_transformers_layer():
     """Its rows are by key head too, and its convolution has all queries, all keys, all values."""
+    from transformers import Qwen3NextConfig  # half a second, which every worker of the suite would spend
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
     ours = drawn()
     theirs = Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(

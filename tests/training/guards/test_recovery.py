@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from programs import run
 from short_run import config, run_of
 from tiny import STYLES
 
@@ -21,7 +19,6 @@ from megapipe.plan.families.replicas import stage_bytes
 from megapipe.training.guards.process import Stopping
 from megapipe.training.guards.recovery import state_of
 
-ROOT = Path(__file__).parents[3]
 IN_MEMORY = {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 1}
 MODEL = replace(STYLES["gpt2"], num_layers=1)
 CASES = {
@@ -105,9 +102,9 @@ def test_its_bytes_are_those_of_the_formula_to_the_byte(half, each):
 
 
 def test_ranks_that_are_killed_with_their_memory_come_back_from_their_buddies():
-    program = [sys.executable, "-m", "tools.proofs.nodisk", "--world", "2", "--layouts", "pp2", "--kills", "3"]
+    program = ["-m", "tools.proofs.nodisk", "--world", "2", "--layouts", "pp2", "--kills", "3"]
     how = ["--schedules", "zb-h1+", "--steps", "9", "--nodes", "1", "--seed", "4"]
-    done = subprocess.run([*program, *how], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run([*program, *how], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     # --replication is in its flags; SystemExit would name a difference.
     assert ", 0 differ; " in done.stdout
@@ -116,8 +113,8 @@ def test_ranks_that_are_killed_with_their_memory_come_back_from_their_buddies():
 
 def test_a_rank_that_stays_away_is_replaced_by_its_peers_to_the_bit():
     """In fp16, where losses of another scale make other gradients underflow."""
-    program = [sys.executable, "-m", "tools.proofs.nodisk.elastic", "--layouts", "dp2pp2fp16", "--schedule", "zb-h1"]
-    done = subprocess.run([*program, "--steps", "6"], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    program = ["-m", "tools.proofs.nodisk.elastic", "--layouts", "dp2pp2fp16", "--schedule", "zb-h1"]
+    done = run([*program, "--steps", "6"], timeout=900)
     # SystemExit would name a loss, norm, weight or sample that differs.
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ranks 4 -> 3 -> 4, 2 returns in memory; " in done.stdout
