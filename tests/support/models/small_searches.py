@@ -4,7 +4,7 @@ import json
 
 from megapipe.commands.plan.main import main
 from megapipe.commands.plan.search.asked import SearchRestrictions
-from megapipe.commands.plan.search.found import Search
+from megapipe.commands.plan.search.found import SearchResults
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
@@ -20,7 +20,9 @@ MODEL = (
 SLOW = Device(flops=1e11, inside=1e9, outside=1e8, latency=1e-5, overhead=1e-5, node=2)
 
 
-def found_by(flags: str, gpus: int, memory: float = GIB, device: Device = SLOW, *without: str, **axes: str) -> Search:
+def found_by(
+    flags: str, gpus: int, memory: float = GIB, device: Device = SLOW, *without: str, **axes: str
+) -> SearchResults:
     """Return what a search finds without tables of zb-auto, which take two thirds of its time.
 
     Args:
