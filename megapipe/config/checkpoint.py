@@ -154,8 +154,8 @@ class CheckpointConfig:
         """Divide the ranks of a world into sets that send each other their states (--replication).
 
         A set has F ranks: n, n + J, n + 2J and so on, as in NVIDIA's resiliency extension. J is
-        --replication-jump, F --replication-factor. If F x J does not divide the number of ranks,
-        which the extension demands, the last sets are larger.
+        --replication-jump, F --replication-factor. The extension demands that F x J divides the
+        number of ranks. Here it need not: ranks that are left over join the last J sets.
         """
         factor = self.replication_factor
         # A single rank has nobody else.

@@ -76,7 +76,7 @@ def partition(
             first rank has both ends of the model.
         last: layers of the last pipeline rank, in the same way. None, like `first` None, gives no
             number.
-    Raises: ConfigError, with the nearest numbers that work, if the layers do not divide.
+    Raises: ConfigError, with the nearest numbers that work, if the layers do not divide evenly.
     """
     if first is None and last is None:
         counts = _even(num_layers, placement, account_for_embedding, account_for_loss)
@@ -146,7 +146,7 @@ def _even(num_layers: int, placement: Placement, embedding: bool, loss: bool) ->
         placement: the rank of each stage.
         embedding, loss: count the embedding, or the loss, as a layer, so that its stage gets one
             less.
-    Raises: ConfigError if the layers do not divide.
+    Raises: ConfigError if the layers do not divide evenly.
     """
     chain = placement.chain
     extra = embedding + loss
@@ -196,7 +196,7 @@ def _by_ends(
         num_layers: layers of the model.
         placement: the rank of each stage.
         first, last: layers of the first and of the last pipeline rank; None if not given.
-    Raises: ConfigError, with the nearest numbers that work, if they do not divide.
+    Raises: ConfigError, with the nearest numbers that work, if the layers do not divide evenly.
     """
     counts = _ends(num_layers, placement, first, last)
     if counts is not None:
@@ -217,13 +217,15 @@ def _by_ends(
 def _ends(
     num_layers: int, placement: Placement, first: int | None, last: int | None
 ) -> tuple[int, ...] | None:
-    """Return the number of layers of each stage; None if the given numbers do not divide.
+    """Return the number of layers of each stage; None if the layers do not divide evenly.
 
-    first, last: layers of the first and of the last pipeline rank; None if not given.
+    A given number is shared evenly by the stages of its rank. All other stages share the remaining
+    layers evenly.
 
     Args:
         num_layers: layers of the model.
         placement: the rank of each stage.
+        first, last: layers of the first and of the last pipeline rank; None if not given.
     """
     ranks = placement.rank_of[: placement.chain]
     ends = ((0, first), (placement.num_ranks - 1, last))
@@ -275,14 +277,16 @@ def _why_not(num_layers: int, placement: Placement, first: int | None, last: int
 def _nearest(
     num_layers: int, placement: Placement, first: int | None, last: int | None
 ) -> tuple[int | None, int | None] | None:
-    """Return (first, last), the layers closest to the given ones that divide; None without any.
+    """Return (first, last), the numbers closest to the given ones with which the layers divide.
 
-    A number that is not given stays None in the pair.
+    The layers divide if a rank with a number shares its layers evenly among its stages, and all
+    other stages share the rest evenly. A number that is not given stays None in the pair.
 
     Args:
         num_layers: layers of the model.
         placement: the rank of each stage.
         first, last: the given layers of the first and of the last pipeline rank.
+    Returns: the pair; None if no numbers divide.
     """
     ranks = placement.num_ranks
     if ranks == 1:

@@ -293,8 +293,8 @@ class PipelineStage:
             output: the output of the model.
             loss_func: the function that forward_step returned; None without one.
             cp: the ranks that share the microbatch's tokens.
-        Returns: (tensor to differentiate, its gradient). The gradient is None if the tensor is no
-            loss.
+        Returns: (the loss, the gradient of the step's loss with respect to it). If no loss was
+            computed, without loss_func or with `collect_non_loss_data`, (output, None).
         Raises: ConfigError for a training step without loss_func.
         """
         step = self.request

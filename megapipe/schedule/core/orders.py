@@ -240,7 +240,7 @@ def encode(problem: Problem, schedule: Schedule) -> Orders:
 
 
 def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
-    """Return the table of these orders, with the given name and one pass in each step.
+    """Return these orders as a table with the given name. Each step of a row is a single pass.
 
     Args:
         problem: the placement, which says the integer of each pass.

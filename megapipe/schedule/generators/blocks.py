@@ -5,7 +5,8 @@ follows from the lifespans of its two stages in the block. On the V the lifespan
 stages add up to the same on every rank. The offsets in the block choose how soon B follows F. They
 fix the order of F and B; costs decide where W runs.
 
-The V-Min block of 4 ranks. Capital letters are the stage going down, small ones the stage going up:
+The V-Min block of 4 ranks. Capital letters are the stage on the way down the V, small letters the
+stage on the way up:
 
     rank 0  F . . . . . . f b . w . . . . B . W
     rank 1  . F . . . . f . . b w . . . B . . W
@@ -132,8 +133,8 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
 
     A slot is the time of one pass. Where neither F nor B can run, the rank runs a pending W. A
     stage holds no more microbatches than in the repeated block. Of the memory for both stages, the
-    stage going down always leaves one microbatch to the stage going up. So the oldest unfinished
-    microbatch always fits, and no rank deadlocks.
+    stage on the way down the V always leaves one microbatch to the stage on the way up. So the
+    oldest unfinished microbatch always fits, and no rank deadlocks.
 
     Args:
         blocks: the building block of each rank.

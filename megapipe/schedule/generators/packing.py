@@ -35,7 +35,7 @@ class Block:
     b0: int
 
     def weights(self) -> tuple[int, int]:
-        """Return (slot of W of the stage going down, slot of W of the stage going up).
+        """Return (slot of W on the way down the V, slot of W on the way up).
 
         Each W takes the first free slot after its B. The W of the earlier B chooses first.
         """

@@ -144,8 +144,8 @@ def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
 def inputs(schedule: Schedule) -> Mapping[Pass, str]:
     """Return {forward that is recomputed: "r"}.
 
-    The letter says that such a forward holds the costs field `mem_r`, its input, instead of
-    `mem_b`.
+    The letter stands for the costs field `mem_r`: the stage's input, for a slice also its keys.
+    The forward holds that much memory until its recomputation, and not `mem_b`.
     """
     again = computed_again(schedule)
     # Without recomputation, as in most tables, no pass is looked at.

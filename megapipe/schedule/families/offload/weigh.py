@@ -214,7 +214,9 @@ class _Places:
             self.by_part[part] = costs.of_slice(plain.cuts, part)
 
     def near(self, step: Callable[[int], int | None]) -> list[int]:
-        """Return, for each place, the same microbatch's place on a neighbouring stage; -1 if none.
+        """Return, for each place, the index in `every` of its neighbour; -1 if it has none.
+
+        The neighbour is the same microbatch or slice on the stage that `step` returns.
 
         Args:
             step: takes a stage and returns its neighbour; None if it has none.
@@ -229,10 +231,10 @@ class _Places:
         return found
 
     def lags(self, to: Sequence[int]) -> list[float]:
-        """Return, for each place, the time of a message to another place.
+        """Return, for each place, the time of its message to another place; 0 for no message.
 
         Args:
-            to: the other place, for each place; -1 for no message, which takes 0.
+            to: for each place, the index of the other place in `every`; -1 for no message.
         """
         rank_of = self.plain.placement.rank_of
         found = []
