@@ -42,10 +42,26 @@ def test_a_step_of_one_process_is_its_flops_and_its_passes():
     assert found["bubble"] == pytest.approx(0)
 
 
+def test_ranks_that_share_the_vocabulary_work_for_a_quarter_of_the_flops_and_their_own_passes():
+    flags, vocab = "--pipeline-model-parallel-size 4 --vocab-parallel-pipeline", 1001
+    slow, quick = (Device(flops=1e12, overhead=x, inside=1e18, outside=1e18, latency=0.0) for x in (1e-3, 0.0))
+    tokens, h, s = 32 * 64, 64, 64
+    forward = tokens * (4 * (2 * 12 * h * h + 2 * s * h) + 2 * h * vocab)
+
+    def busy(device: Device) -> float:
+        found = predicted(flags, 4, device)
+        return (1 - found["bubble"]) * found["seconds"]
+
+    assert busy(quick) == pytest.approx(3 * forward / 4 / 1e12)
+    # 16 microbatches of one layer on each rank: F and BW have the overhead, passes of the vocabulary none.
+    assert busy(slow) - busy(quick) == pytest.approx(16 * 2 * 1e-3)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         "--pipeline-model-parallel-size 4",
+        "--pipeline-model-parallel-size 4 --vocab-parallel-pipeline",
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
         "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v " + EXPERTS,
         "--pipeline-model-parallel-size 2 --use-megatron-fsdp --recompute-granularity full --recompute-method uniform",

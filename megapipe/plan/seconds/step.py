@@ -14,6 +14,7 @@ from megapipe.plan.seconds.messages import causes_of_layer, with_messages
 from megapipe.plan.seconds.replicas import exposed
 from megapipe.plan.seconds.update import update
 from megapipe.schedule import Costs
+from megapipe.schedule.families.family import mean, times
 from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import SHARDS
@@ -123,12 +124,18 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
     held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
     # The mean number of microbatches of a rank: with two copies of the model each has half of them.
     share = config.num_microbatches / ranks
-    passes = sum(map(len, plain.ranks)) / ranks * costs.overhead
+    # Only passes of layers have the overhead. A pair has it once.
+    small = [x for row in plain.ranks for x in row if x[0].kind.traits.costs[0] in "fbw"]
+    passes = len(small) / ranks * costs.overhead
+    work = share * work_of(alone)
+    if plain.placement.vocabulary:
+        # Each rank has a share of every microbatch's head and embedding: S, T, and E, C, EW.
+        work += config.num_microbatches * (mean(alone.s) + mean(alone.t) + 3 * mean(alone.e))
     # Passes that run together take less than their sum: what a pair hides of its communication.
     busy = _busy(plain_clock) / ranks
     waits = causes_of_layer(alone, plan, config, device)
     # Pairs hide some of the communication, in equal shares of all its causes.
-    visible = (busy - passes - share * work_of(alone)) / (sum(waits.values()) or 1.0)
+    visible = (busy - passes - work) / (sum(waits.values()) or 1.0)
     parts = {
         "recomputation": share * (work_of(alone) - _least(config, plan, device)),
         **{name: visible * seconds for name, seconds in waits.items()},
@@ -167,12 +174,8 @@ def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
     costs = plan.costs
     tp = config.parallel.tensor_model_parallel_size
     rate = 1 / (tp * device.rate(mean_product(plan) / tp))
-    named = {name: getattr(costs, name) for name in "fbwol"}
-    scaled: dict[str, Any] = {
-        name: tuple(x * rate for x in column)
-        for name, column in named.items()
-        if isinstance(column, tuple)
-    }
+    # s, t and e of a shared vocabulary are one number for all ranks.
+    scaled: dict[str, Any] = {name: times(rate, getattr(costs, name)) for name in "fbwolste"}
     return replace(costs, **scaled, overhead=device.overhead)
 
 
