@@ -225,7 +225,7 @@ def _split(config: Config) -> Iterator[str]:
 
 
 def _widths(config: Config) -> Iterator[str]:
-    """Yield widths of experts that do not divide by the ranks that split them."""
+    """Yield a problem for each expert width that is no multiple of the ranks that split it."""
     model = config.model
     par = config.parallel
     tp = par.tensor_model_parallel_size

@@ -148,7 +148,7 @@ def _iterations(config: Config) -> int | None:
 
 
 def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
-    """Yield settings that this machine cannot run.
+    """Yield a problem for each setting that this machine cannot run.
 
     Args:
         has_cuda: whether torch can use a GPU.

@@ -60,7 +60,7 @@ class Tie(NamedTuple):
 class Ties:
     """A rank's tied weights, which several parameters use: memory, gradients and updates.
 
-    `all` lists the weights. `share` gives the parameters of a weight one memory, `add_gradients`
+    `all` lists the weights. `share` lets the parameters of a weight share memory, `add_gradients`
     sums their gradients, and `feed` sends updated weights to other ranks.
 
     Attributes:
@@ -153,7 +153,7 @@ class Ties:
         return needed, sorted({chunk_of[name] for name in owners if name in chunk_of})
 
     def share(self) -> None:
-        """Give the parameters of this rank that use one weight one memory, with the owner's values.
+        """Let parameters of this rank that are one weight share memory, with the owner's values.
 
         Collective over mesh.ends, the ranks of this pipeline that share weights.
         """

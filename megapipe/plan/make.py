@@ -161,7 +161,7 @@ def _chain(config: Config, recipe: Recipe, draft: PlanDraft) -> Schedule:
 
 
 def _as_searched(draft: PlanDraft, place: Placement) -> PlanDraft:
-    """Return the draft with a fixed number of layers on each stage: its split for a placement."""
+    """Return the draft with the layers of each stage fixed, as it splits them for a placement."""
     return replace(draft, counts=draft.plan(_without_passes(place)).counts)
 
 

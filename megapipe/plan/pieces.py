@@ -304,8 +304,8 @@ def pieces(
     multiplication and an addition count as two. Half of the scores of causal attention count, and
     the head has the padded vocabulary (Narayanan et al. 2021, appendix). An input gradient costs as
     much as the forward, but twice as much for attention's products. A weight gradient costs as much
-    as the forward without these (Qi et al. 2023, table 1). Recomputation is added to the input
-    gradient.
+    as the forward without attention's products (Qi et al. 2023, table 1). Recomputation is added to
+    the input gradient.
 
     Bytes are counted on one rank: inputs of linear layers, norms and attention, and one byte for
     each element that dropout may zero. The source is Korthikanti et al. 2022, section 4.1, with
@@ -320,7 +320,7 @@ def pieces(
         etp: number of ranks that split each expert; None for `tp`.
         element_bytes: bytes of an element of an activation.
         modules: modules whose activations may be copied to the host; () for all.
-        gathers: numbers of ranks from which weights are gathered in eight bits.
+        gathers: numbers of data-parallel ranks that gather weights from each other in eight bits.
     """
     assert model.padded_vocab_size is not None
     h = model.hidden

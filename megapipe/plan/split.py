@@ -36,7 +36,7 @@ def schedule_name(config: Config) -> str:
 
     Without the flag the name is 1f1b, or interleaved if flags ask for several stages on each rank.
 
-    Raises: ConfigError if the flags ask for no whole number of stages on a rank.
+    Raises: ConfigError if the number of stages on a rank that the flags give is not an integer.
     """
     return config.parallel.pipeline_schedule or usual(chunks_of(config))
 
@@ -66,7 +66,7 @@ def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
 def forwards(config: Config, microbatches: int) -> int:
     """Return the number of forwards of a step on all ranks.
 
-    Raises: ConfigError if the flags ask for no whole number of stages on a rank.
+    Raises: ConfigError if the number of stages on a rank that the flags give is not an integer.
     """
     # Flags that leave the stages open mean one on each rank, as without virtual stages.
     stages = config.parallel.pipeline_model_parallel_size * (chunks_of(config) or 1)
@@ -173,7 +173,7 @@ def other_stages(config: Config, schedule: Schedule) -> str | None:
 
     Returns None if they agree, or if no flag asks for a number of stages.
 
-    Raises: ConfigError if the flags ask for no whole number of stages on a rank.
+    Raises: ConfigError if the number of stages on a rank that the flags give is not an integer.
     """
     par = config.parallel
     place = schedule.placement

@@ -46,8 +46,8 @@ Answers = Sequence[Sequence[Any]]
 class Rehearsed:
     """The measurements of a rank that ran alone.
 
-    `of` returns the measurements as those from another rank with equal work. `peak` is the sum of
-    `parts`.
+    `of` returns passes of this rank with the stage numbers of another rank that has equal work.
+    `peak` is the sum of `parts`.
 
     Attributes:
         stages: the stages of the rank.

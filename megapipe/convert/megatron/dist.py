@@ -64,7 +64,8 @@ class DistributedTensors:
     """The tensors that the .metadata of a checkpoint's folder lists under their keys.
 
     `shapes` and `read` take megapipe's names. `box` reads a part of the tensor under a key. `row`
-    returns the optimizer's state of a model chunk where it is stored as flat vectors.
+    returns the optimizer's state of a model chunk. It is only for a checkpoint that stores this
+    state as flat vectors.
 
     `common` is the data other than tensors. `pieces` returns 1, as tensors are not split by rank.
 

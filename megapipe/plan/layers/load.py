@@ -45,7 +45,7 @@ class RankLoad:
         ep: number of expert-parallel ranks.
         etp: number of ranks that split each expert.
         modules: names of modules whose activations may be copied to the host.
-        gathers: numbers of ranks from which weights are gathered in eight bits.
+        gathers: numbers of data-parallel ranks that gather weights from each other in eight bits.
     """
 
     seq: int

@@ -220,7 +220,10 @@ class _Merge:
         return found
 
     def run(self) -> tuple[tuple[Step, ...], ...] | None:
-        """Return each rank's steps with the added passes; None if the order cannot be kept."""
+        """Return each rank's steps with the added passes.
+
+        Returns None if a row gets stuck: an input of its next pass never comes.
+        """
         while self.events:
             now, number = heappop(self.events)
             rank = self.ranks[number]

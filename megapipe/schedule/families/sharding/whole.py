@@ -21,10 +21,12 @@ def whole(
 ) -> Iterator[tuple[float, float, int]]:
     """Yield (time, size, index of the step) for each change in a rank's full weights and gradients.
 
-    The size is negative where memory is freed. The first stage and a stage tied to its weights may
-    be on one rank. The weights are then counted once, as long as either stage is gathered.
+    The size is in the unit of the costs, and negative where memory is freed. The first stage and a
+    stage tied to its weights may be on one rank. The tied weights are then counted once, while
+    either stage's weights are gathered.
 
     Args:
+        costs: the sizes of each stage's weights and gradients.
         clock: start and end of each step of the table.
         rank: the number of the rank.
     """
