@@ -54,8 +54,8 @@ class Cut:
         Args:
             length: length of the full sequence.
             rank: the other rank; None for this one.
-        Raises: ConfigError if c > 1 ranks divide a number of tokens that is not a multiple of 2c. This
-            number is `length`, or the length of the slice in the field `piece`.
+        Raises: ConfigError if c > 1 ranks divide a number of tokens that is not a multiple of 2c.
+            This number is `length`, or the length of the slice in the field `piece`.
         """
         # A slice of a sequence is divided in the same way as a full one.
         piece = range(length) if self.piece is None else self.piece
