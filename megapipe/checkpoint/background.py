@@ -16,7 +16,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,6 +79,11 @@ class Background:
     def under_way(self) -> int | None:
         """Return the iteration that is being saved, or None if no save goes on."""
         return None if self._job is None else self._job["iteration"]
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of the tensors that this rank saves."""
+        return self._places.keys()
 
     def learn(self, folder: Path, names: Iterable[str]) -> None:
         """Read from the first checkpoint which file holds each tensor, and at which byte.

@@ -165,31 +165,34 @@ def save_checkpoint(
     folder = Path(on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
     try:
         together(mesh, lambda: _see(folder, mesh))
-        with shards.whole_weights(optimizer):
-            held = {} if kept is None else kept.state()
-            tensors = shards.tensors_of(stages, held, mesh)
-            if background is not None and background.fits(tensors):
-                background.start(folder, iteration, tensors, {STATE: text})
-                return None
-            writer = together(mesh, lambda: shards.write(folder, tensors, mesh), folder)
-            on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
-            # Each rank reads its own files back: a listing of a shared folder may lack files that
-            # others have just made.
-            mine = [*writer.mine]
-            if mesh.world.rank == 0:
-                mine.append(STATE)
-            parts = mesh.world.gather_json(together(mesh, lambda: commit.digest(folder, mine)))
-            files = dict(pair for part in parts for pair in part.items())
-            on_first(mesh, lambda: shards.all_there(folder, writer.everyones, files))
-            saved = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
+        # Under ZeRO-1 the weights of the last update may not be gathered yet.
+        if optimizer is not None:
+            optimizer.gathers.settle()
+        saved = shards.saved_by(optimizer, with_state=kept is not None)
+        tensors = shards.tensors_of(stages, saved, mesh)
+        if background is not None and background.fits(tensors):
+            shards.fill(tensors, saved.shards, background.keys)
+            background.start(folder, iteration, tensors, {STATE: text})
+            return None
+        writer = together(mesh, lambda: shards.write(folder, tensors, saved.shards, mesh), folder)
+        on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
+        # Each rank reads its own files back: a listing of a shared folder may lack files that
+        # others have just made.
+        mine = [*writer.mine]
+        if mesh.world.rank == 0:
+            mine.append(STATE)
+        parts = mesh.world.gather_json(together(mesh, lambda: commit.digest(folder, mine)))
+        files = dict(pair for part in parts for pair in part.items())
+        on_first(mesh, lambda: shards.all_there(folder, writer.everyones, files))
+        done = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
         # The first save shows the writer the form of all that follow.
         if background is not None:
-            together(mesh, lambda: background.learn(saved, writer.mine))
+            together(mesh, lambda: background.learn(done, writer.mine))
     except CheckpointError:
         if mesh.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    return saved
+    return done
 
 
 def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -> Path | None:
@@ -248,7 +251,7 @@ def load_checkpoint(
     Raises: CheckpointError on all ranks for damage, another model or other learning-rate settings.
         Nothing is changed then.
     """
-    from megapipe.checkpoint import shards
+    from megapipe.checkpoint import facts, shards
 
     with_optimizer = None if _weights_alone(config) else optimizer
     if not checked:
@@ -257,28 +260,29 @@ def load_checkpoint(
     content, other = together(
         mesh, lambda: _read_state(folder, with_optimizer is not None, config, contents)
     )
-    with shards.whole_weights(optimizer):
-        held = {} if with_optimizer is None else with_optimizer.state()
-        tensors = shards.tensors_of(stages, held, mesh)
-        tensors = together(mesh, lambda: shards.loadable(folder, tensors))
-        # A tensor that no stage needs is one too many, and that takes the keys of all stages.
-        facts = mesh.pp.gather_json(shards.facts_of(tensors))
-        needed = dict(pair for of_rank in facts for pair in of_rank.items())
-        together(mesh, lambda: shards.compare(folder, needed, with_optimizer is not None))
-        together(mesh, lambda: shards.read(folder, tensors, mesh))
-        shards.from_twins(stages, mesh)
-        # The copy of a tied weight, where it lies on its owner's rank and was not read itself.
-        params = dict(pair for stage in stages for pair in stage.named_parameters())
-        for param in params.values():
-            owner = params.get(layout_of(param).tied_to or "")
-            if owner is not None:
-                param.data.copy_(owner.data)
-        if with_optimizer is not None:
-            with_optimizer.load_state(held)
-            with_optimizer.steps = content["optimizer_steps"]
-        # Main parameters follow the weights if they were not read.
-        elif optimizer is not None:
-            optimizer.reload_main()
+    saved = shards.saved_by(optimizer, with_state=with_optimizer is not None)
+    tensors = shards.tensors_of(stages, saved, mesh)
+    tensors = together(mesh, lambda: facts.loadable(folder, tensors))
+    # A tensor that no stage needs is one too many, and that takes the keys of all stages.
+    of_ranks = mesh.pp.gather_json(facts.facts_of(tensors))
+    needed = dict(pair for of_rank in of_ranks for pair in of_rank.items())
+    together(mesh, lambda: facts.compare(folder, needed, with_optimizer is not None))
+    together(mesh, lambda: shards.read(folder, tensors, saved.shards, mesh))
+    shards.from_twins(stages, mesh)
+    # The copy of a tied weight, where it lies on its owner's rank and was not read itself. A
+    # trained one is its owner's memory, which may be released at this time.
+    params = dict(pair for stage in stages for pair in stage.named_parameters())
+    for param in params.values():
+        owner = params.get(layout_of(param).tied_to or "")
+        if owner is not None and not param.is_set_to(owner):
+            param.data.copy_(owner.data)
+    if with_optimizer is not None:
+        with_optimizer.steps = content["optimizer_steps"]
+    # Main parameters follow the weights if they were not read.
+    elif optimizer is not None:
+        optimizer.reload_main()
+    if optimizer is not None:
+        optimizer.loaded()
     if config.checkpoint.finetune:
         return LoadedState()
     schedule = None

@@ -7,8 +7,9 @@ torch's distributed checkpoint writes the parts and reads any others.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -30,7 +31,6 @@ from torch.futures import Future
 from megapipe.checkpoint import commit
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import (
-    HISTORY,
     Layout,
     histories,
     layout_of,
@@ -41,12 +41,17 @@ from megapipe.distributed.meeting.together import room
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.sharded.saved import Saved, SavedShard, allocate, has_memory
 
 
 class ShardWriter(HuggingFaceStorageWriter):
     """A writer of safetensors files for torch's distributed checkpoint, which remembers file names.
 
     torch calls `write_data` on every rank, and `finish` on the first one.
+
+    Args:
+        folder: where the files are written.
+        fill: called on every rank with the keys of the tensors that this rank writes.
 
     Attributes:
         mine: names of the files that this rank has written.
@@ -56,7 +61,13 @@ class ShardWriter(HuggingFaceStorageWriter):
     mine: tuple[str, ...] = ()
     everyones: tuple[str, ...] = ()
 
+    def __init__(self, folder: Path, fill: Callable[[Collection[str]], None]) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._fill = fill
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # Not earlier: only now torch has divided the writing among the ranks.
+        self._fill({item.index.fqn for item in plan.items})
         written = super().write_data(plan, planner)
         self.mine = _names([written.value()])
         return written
@@ -66,20 +77,49 @@ class ShardWriter(HuggingFaceStorageWriter):
         super().finish(metadata, results)
 
 
-def whole_weights(optimizer: Optimizer | None) -> AbstractContextManager[None]:
-    """Return a context in which this rank's weights are gathered.
+class ShardReader(HuggingFaceStorageReader):
+    """A reader of safetensors files for several loads, which reads the files' headers once."""
 
-    Outside of the context a rank may have only shards of its weights, as in FSDP.
+    _headers: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._headers is None:
+            self._headers = super().read_metadata()
+        return self._headers
+
+
+def saved_by(optimizer: Optimizer | None, *, with_state: bool) -> Saved:
+    """Return the tensors that an optimizer has in a checkpoint.
 
     Args:
-        optimizer: gathers the shards; None if nothing is trained, so that nothing is sharded.
+        optimizer: None if nothing is trained; the result is then empty.
+        with_state: whether the optimizer's state is in the checkpoint.
     """
     if optimizer is None:
-        return nullcontext()
-    return optimizer.gathers.whole()
+        return Saved({}, {}, [])
+    return optimizer.saved(with_state=with_state)
 
 
-def write(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> ShardWriter:
+def fill(
+    tensors: Mapping[str, Tensor], shards: Sequence[SavedShard], keys: Collection[str]
+) -> None:
+    """Give the tensors with these keys their values, gathering one shard at a time. Collective.
+
+    Args:
+        tensors: this rank's tensors by key.
+        shards: the shards whose full tensors are among `tensors`.
+        keys: the keys of the tensors that this rank writes.
+    """
+    for key in keys:
+        allocate(_local(tensors[key]))
+    # A rank gathers all shards, though it may keep none: the others need its part.
+    for shard in shards:
+        shard.gather()
+
+
+def write(
+    folder: Path, tensors: dict[str, Tensor], shards: Sequence[SavedShard], mesh: ProcessMesh
+) -> ShardWriter:
     """Write the tensors of all ranks, and return the writer, which has the files' names.
 
     Collective.
@@ -87,20 +127,39 @@ def write(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> ShardW
     Args:
         folder: where the files are written.
         tensors: this rank's tensors by key.
+        shards: the shards whose full tensors are among `tensors`.
     Raises: CheckpointError with the failure of each rank.
     """
-    writer = ShardWriter(str(folder), save_distributed=True)
-    _call(save, folder, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None)
+    writer = ShardWriter(folder, partial(fill, tensors, shards))
+    alone = mesh.device_mesh is None
+    with _failures(folder):
+        save(tensors, storage_writer=writer, no_dist=alone)
     return writer
 
 
-def read(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> None:
-    """Read a checkpoint into `tensors` in place. Collective.
+def read(
+    folder: Path, tensors: dict[str, Tensor], shards: Sequence[SavedShard], mesh: ProcessMesh
+) -> None:
+    """Read this rank's tensors from a checkpoint, in place, and of shards one at a time.
 
-    `compare` must have found all these tensors in the folder.
+    `compare` must have found all these tensors in the folder. Each rank reads alone.
+
+    Args:
+        folder: the checkpoint.
+        tensors: this rank's tensors by key.
+        shards: the shards whose full tensors are among `tensors`.
+    Raises: CheckpointError if the files cannot be read.
     """
-    reader = HuggingFaceStorageReader(str(folder))
-    _call(load, folder, tensors, storage_reader=reader, no_dist=mesh.device_mesh is None)
+    reader = ShardReader(str(folder))
+    full = {key: x for key, x in tensors.items() if not has_memory(_local(x))}
+    others = {key: x for key, x in tensors.items() if key not in full}
+    with _failures(folder, mesh.world.rank):
+        load(others, storage_reader=reader, no_dist=True)
+        for shard in shards:
+            shard.allocate()
+            there = {key: x for key, x in full.items() if has_memory(_local(x))}
+            load(there, storage_reader=reader, no_dist=True)
+            shard.keep()
 
 
 def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.Digest]) -> None:
@@ -118,9 +177,7 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
         )
 
 
-def tensors_of(
-    stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh
-) -> dict[str, Tensor]:
+def tensors_of(stages: Sequence[nn.Module], saved: Saved, mesh: ProcessMesh) -> dict[str, Tensor]:
     """Return {key: tensor} for the tensors of this rank, as a checkpoint has them; not copied.
 
     A weight's key is its global name. Optimizer state has the kind in front, such as
@@ -128,19 +185,19 @@ def tensors_of(
 
     Args:
         stages: this rank's stages.
-        held: {kind of optimizer state: {parameter's name: tensor}}; empty to leave the state out.
+        saved: the optimizer's tensors.
     """
     params = dict(pair for stage in stages for pair in (*saved_tensors(stage), *histories(stage)))
     layouts = {name: layout_of(param) for name, param in params.items()}
     # A tied weight has its owner's key: ranks that hold the one or the other save one tensor, and
     # load the same. Where a rank holds both, one of them is enough.
     own = {
-        name: param.detach()
+        name: saved.weights.get(name, param.detach())
         for name, param in params.items()
         if not _of_twin(layouts[name], mesh) and layouts[name].tied_to not in params
     }
     kinds = {"": own}
-    for kind, views in held.items():
+    for kind, views in saved.state.items():
         kinds[f"optimizer.{kind}."] = views
     found = {}
     for prefix, views in kinds.items():
@@ -169,115 +226,32 @@ def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
             mesh.twins.broadcast(param.detach(), mesh.twins.ranks.index(mesh.pp.ranks[share]))
 
 
-def loadable(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors to load: all except FP8 histories that the folder does not have.
-
-    An FP8 history has the largest values of recent steps. The folder may lack it, after a run in
-    bf16, or have it in another length. The run then keeps its initial history.
+@contextmanager
+def _failures(folder: Path, alone: int | None = None) -> Iterator[None]:
+    """Return a context in which a failure of torch.distributed.checkpoint becomes our error.
 
     Args:
-        folder: the checkpoint.
-        tensors: this rank's tensors by key.
-    """
-    if not any(key.endswith(HISTORY) for key in tensors):
-        return tensors
-    stored = _stored(folder)
-    facts = facts_of(tensors)
-    return {
-        key: tensor
-        for key, tensor in tensors.items()
-        if not key.endswith(HISTORY) or stored.get(key) == facts[key]
-    }
-
-
-def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the full shape and dtype of each tensor by key, as errors print them.
-
-    Args:
-        tensors: {key: tensor}, as `tensors_of` returns them.
-    """
-    return {key: _fact(list(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-
-
-def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> None:
-    """Compare a checkpoint's keys, shapes and dtypes with the tensors that a run needs.
-
-    Args:
-        folder: the checkpoint.
-        needed: {key: text with full shape and dtype of the tensor}.
-        with_optimizer: optimizer state is needed too.
-    Raises: CheckpointError if they differ. torch itself would convert a dtype, and skip a key.
-    """
-    there = _stored(folder)
-    if with_optimizer and not any(key.startswith("optimizer.") for key in there):
-        raise CheckpointError(
-            f"{folder} holds no optimizer state (--no-save-optim); add --no-load-optim"
-        )
-    # The state of a parameter that has been frozen since is not read.
-    unread = {key for key in there if key.startswith("optimizer.")} - needed.keys()
-    if with_optimizer:
-        unread = {key for key in unread if key.split(".", 2)[2] in needed}
-    unread |= {key for key in there if key.endswith(HISTORY) and key not in needed}
-    there = {key: fact for key, fact in there.items() if key not in unread}
-
-    # Each problem with the keys that have it.
-    lacking = [key for key in needed if key not in there]
-    lack = "lacks parameters that this model has"
-    if all(key.startswith("optimizer.") for key in lacking):
-        lack = "lacks state of parameters that were frozen then (add --no-load-optim)"
-    more = [key for key in there if key not in needed]
-    wrong = [
-        f"{key} is {there[key]}, not {needed[key]}"
-        for key in needed
-        if key in there and _compared(key, there[key]) != _compared(key, needed[key])
-    ]
-    found = {
-        lack: lacking,
-        "has parameters that this model lacks": more,
-        "has other shapes or types (--bf16?) than this model": wrong,
-    }
-    problems = [f"{folder.name} {text}: {_few(keys)}" for text, keys in found.items() if keys]
-    if problems:
-        raise CheckpointError(problems)
-
-
-def _stored(folder: Path) -> dict[str, str]:
-    """Return {key: text with full shape and dtype} of the tensors in a folder.
-
-    Raises: CheckpointError if the folder cannot be read.
-    """
-    try:
-        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    # safetensors and torch have no common class for a file that they cannot read.
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
-    return {
-        key: _fact(list(entry.size), entry.properties.dtype)
-        for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _call(call: Callable[..., object], folder: Path, *args: object, **kwargs: object) -> None:
-    """Call a function of torch.distributed.checkpoint, and turn its failure into our error.
-
-    Args:
-        call: the function; `args` and `kwargs` are its arguments.
         folder: the checkpoint, for the error.
+        alone: this rank's number, if it calls torch alone; torch then takes it for rank 0.
     Raises: CheckpointError with the failure of each rank.
     """
     try:
-        # A process alone has no process group, and torch warns of that.
+        # A rank that calls alone gives torch no process group, and torch warns of that.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            call(*args, **kwargs)
+            yield
     except CheckpointException as error:
         raise CheckpointError(
             [
-                f"{folder}, on rank {rank}: {why}{room(why, folder)}"
+                f"{folder}, on rank {rank if alone is None else alone}: {why}{room(why, folder)}"
                 for rank, (why, _) in error.failures.items()
             ]
         ) from error
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:
@@ -338,28 +312,3 @@ def _of_twin(layout: Layout, mesh: ProcessMesh) -> bool:
     """
     # Shares are numbered as the ranks that save them.
     return layout.part[1] > 1 and layout.part[0] != mesh.pp.rank
-
-
-def _fact(shape: list[int], dtype: torch.dtype) -> str:
-    return f"{shape} {str(dtype).removeprefix('torch.')}"
-
-
-def _compared(key: str, fact: str) -> str:
-    """Return the facts of a tensor that have to agree: its shape, and for weights also its dtype.
-
-    Args:
-        key: the tensor's key.
-        fact: the tensor's shape and dtype, as text.
-    """
-    # Optimizer state is converted to the type that --exp-avg-dtype and other flags say.
-    if key.startswith("optimizer."):
-        return fact.rpartition(" ")[0]
-    return fact
-
-
-def _few(texts: Sequence[str]) -> str:
-    """Return the first three texts, and how many more there are."""
-    listed = ", ".join(texts[:3])
-    if len(texts) > 3:
-        listed += f" and {len(texts) - 3} more"
-    return listed

@@ -221,6 +221,10 @@ class FlatBuffers:
         start, shape = self._where[name]
         return flat[start : start + shape.numel()].view(shape)
 
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a parameter."""
+        return self._where[name][1]
+
     def rows(self, name: str) -> slice:
         """Return a parameter's rows of flat.view(-1, ALIGN), with the padding after it."""
         start, shape = self._where[name]
@@ -342,6 +346,11 @@ class FlatBuffers:
         passing.allocate()
         return start_filling(self.model, self.shard, self.shares)
 
+    @property
+    def drops(self) -> bool:
+        """Whether `model` has memory only while it is gathered."""
+        return self._passing is not None
+
     def drop(self) -> None:
         """Release the gathered weights after the passes that read them, if `drops` is set."""
         if self._passing is not None:
@@ -372,9 +381,9 @@ class FlatBuffers:
             self.shard.copy_(self.main)
 
     def copy_model_to_main(self) -> None:
-        """Set the main parameters to the model's weights, which must be gathered."""
+        """Set the main parameters to this rank's share of the model's weights."""
         if self.rounds:
-            self.main.copy_(self.model[self.share])
+            self.main.copy_(self.shard)
 
 
 def _at_an_end(param: nn.Parameter) -> bool:

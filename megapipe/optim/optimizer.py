@@ -8,7 +8,7 @@ summed over the model's parameters in one order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -29,6 +29,7 @@ from megapipe.optim.reduction import Reduction
 from megapipe.optim.rule import Factors, Groups, Part, Rates, multiply, usual_groups
 from megapipe.optim.rules import find_rule, wide_of
 from megapipe.optim.sharded.gathers import Gathers
+from megapipe.optim.sharded.saved import Saved, SavedShard
 from megapipe.optim.sharded.storage import Storage, dtype_of, in_eight_bits
 from megapipe.optim.ties import Ties
 from megapipe.optim.traits import split_problem
@@ -52,8 +53,8 @@ class Optimizer:
 
     The constructor moves parameters into flat buffers and gives each a `main_grad`. Parameters with
     requires_grad False are left alone. The constructor is collective over the pipeline; `reduce`
-    and `update` are collective over the mesh. `state` and `load_state` are for checkpoints, and
-    `params_norm` and `count_zeros` for the log.
+    and `update` are collective over the mesh. `saved`, `state` and `loaded` are for checkpoints,
+    and `params_norm` and `count_zeros` for the log.
 
     Under DualPipe a stage exists twice, on mirrored ranks, which sum their gradients. One of them,
     the owner, has main parameters and state, updates, and sends the weights to the other rank. Norm
@@ -210,32 +211,47 @@ class Optimizer:
         16-bit weights, the main parameters are added under "master". A tied parameter without
         optimizer state, such as a head on the rank of its embedding, is left out.
 
-        Tensors are views. Under ZeRO-1 they are full copies on the host, from which `load_state`
-        takes the shares, and the call is collective over data parallelism.
+        Tensors are views. Under ZeRO-1 they are full copies on the host, and the call is collective
+        over data parallelism.
         """
-        found: dict[str, dict[str, Tensor]] = {}
-        for kind, flats in self._kinds().items():
-            found[kind] = {}
-            for b, flat in zip(self.owned, flats, strict=True):
-                # On the host: gathered state of all buckets may be larger than a GPU's free memory.
-                whole = b.gathered(flat).cpu() if self.distributed else flat
-                for name in b.own:
-                    found[kind][name] = b.view(whole, name)
-        return found
+        saved = self.saved()
+        for shard in saved.shards:
+            shard.allocate()
+            shard.gather()
+        return saved.state
 
-    def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Use the values that a checkpoint has written into the tensors of `state`.
+    def saved(self, *, with_state: bool = True) -> Saved:
+        """Return the tensors of this rank in a checkpoint, of which sharded ones have no memory.
 
-        `state` is what the method `state` returned. Without ZeRO-1 the tensors in it are views of
-        the optimizer's own, and there is nothing to do. Under ZeRO-1 this rank's shares are copied
-        from these tensors.
+        A save gives these memory where a rank writes them, and gathers one shard at a time. A load
+        reads one shard at a time.
+
+        Args:
+            with_state: whether the optimizer's state is in the checkpoint, or weights alone.
         """
-        if not self.distributed:
-            return
-        for kind, flats in self._kinds().items():
+        saved = Saved({}, {}, [])
+        for b in self.buffers:
+            if b.drops:
+                shard = SavedShard(b, b.shard)
+                saved.shards.append(shard)
+                saved.weights.update(shard.full)
+        kinds = self._kinds() if with_state else {}
+        for kind, flats in kinds.items():
+            state = saved.state.setdefault(kind, {})
             for b, flat in zip(self.owned, flats, strict=True):
-                for name in b.own:
-                    b.own_part(flat, name).copy_(b.share_of(state[kind][name], name))
+                if b.shares.size == 1:
+                    state.update((name, b.view(flat, name)) for name in b.own)
+                else:
+                    shard = SavedShard(b, flat)
+                    saved.shards.append(shard)
+                    state.update(shard.full)
+        return saved
+
+    def loaded(self) -> None:
+        """Use the weights that a load has written. Collective over data parallelism."""
+        self.gathers.updated()
+        if not self.gathers_later:
+            self.gathers.settle()
 
     def flats(self, chunk: int) -> list[Tensor]:
         """Return the flat tensors of a stage that an update changes and this rank owns.

@@ -218,16 +218,19 @@ def test_weights_that_are_gathered_later_are_old_until_then() -> None:
 
 
 def test_a_state_goes_into_another_optimizer_and_back() -> None:
-    """What `state` gives, filled by a load, is taken by `load_state`: shares of it under ZeRO-1."""
+    """What `saved` gives, filled by a load, is taken by `keep`: shares of it under ZeRO-1."""
 
     def body(mesh: ProcessMesh, distributed: bool) -> tuple[set[str], list[float]]:
         (stage,) = stages_of(mesh, torch.bfloat16)
         optimizer = Optimizer([stage], TRAIN, mesh, distributed=distributed)
-        state = optimizer.state()
-        for n, values in enumerate(state.values(), 1):
+        saved = optimizer.saved()
+        for shard in saved.shards:
+            shard.allocate()
+        for n, values in enumerate(saved.state.values(), 1):
             for x in values.values():
                 x.fill_(n)
-        optimizer.load_state(state)
+        for shard in saved.shards:
+            shard.keep()
         again = optimizer.state()
         return set(again), [x.unique().item() for values in again.values() for x in values.values()]
 
