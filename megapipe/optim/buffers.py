@@ -128,7 +128,8 @@ class FlatBuffers:
             embedding is on this rank. Only their gradients are stored here.
         has_main: False for a replica, whose main parameters are on another rank; `main` is then
             `model`.
-        device: the device if there are no parameters. Such buffers still take part in collectives.
+        device: the device of dropped weights, which come from the host, and of buffers without
+            parameters. Such buffers still take part in collectives.
         replicas: the ranks with equal parameters, over which gradients are summed.
         distributed: split `main` over the replicas (ZeRO-1).
         groups: gives each parameter's factors on learning rate and weight decay.
@@ -180,7 +181,8 @@ class FlatBuffers:
         self._partial = [name for name in self._where if layout_of(params[name]).sum_over_tp]
 
         dtype = next(iter(dtypes), torch.float32)
-        device = next((p.device for p in params.values()), device)
+        if not drops:
+            device = next((p.device for p in params.values()), device)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         main_dtype = main_as or wide
         self.grads = torch.zeros(placed.end, dtype=grads_as or wide, device=device)
@@ -191,6 +193,7 @@ class FlatBuffers:
             view.copy_(params[name].data)
             params[name].data = view
         self.shard = self.model if shares.size == 1 else self.model[self.share]
+        self.drops = drops
         self._passing: Passing | None = None
         if drops:
             self._passing = Passing(self.model, live or Gauge())
@@ -345,11 +348,6 @@ class FlatBuffers:
             return start_filling(self.model, separate(self.shard), self.shares)
         passing.allocate()
         return start_filling(self.model, self.shard, self.shares)
-
-    @property
-    def drops(self) -> bool:
-        """Whether `model` has memory only while it is gathered."""
-        return self._passing is not None
 
     def drop(self) -> None:
         """Release the gathered weights after the passes that read them, if `drops` is set."""

@@ -156,11 +156,12 @@ class Optimizer:
         for kind in self.rule.state:
             self.moments[kind] = [_zeros(b, kind, flags) for b in self.owned]
         # Equal weights everywhere before the first step: each rank has initialised its own.
-        ties.share()
+        tied = [n for n, own in enumerate(names) if not ties.across_ranks.isdisjoint(own)]
+        with self.gathers.whole(tied):
+            ties.share()
         self._send_to_twins()
-        # Main parameters are made last, of weights that are final and gathered.
-        with self.gathers.whole():
-            self.reload_main()
+        # Main parameters are made last, of weights that are final.
+        self.reload_main()
 
     def zero_grad(self) -> None:
         """Set the gradients to zero at the start of a step."""
@@ -290,10 +291,11 @@ class Optimizer:
         """Send weights from the rank that updates them to DualPipe's other rank with the stage.
 
         Args:
-            shares: send only this rank's ZeRO share of each weight; otherwise whole weights.
+            shares: send only this rank's ZeRO share of each weight; otherwise also the others that
+                it has.
         """
         for source, buffers in self._twins:
-            weights = buffers.shard if shares else buffers.model
+            weights = buffers.shard if shares or buffers.drops else buffers.model
             self.mesh.twins.broadcast(weights, source)
 
     def update(

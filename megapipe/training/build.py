@@ -10,6 +10,7 @@ from torch import nn
 from megapipe.checkpoint.save_load import LoadedState
 from megapipe.config import Config
 from megapipe.distributed.device import graph_pool, memory_of
+from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.build import stage_module
 from megapipe.models.gpt import GPTModel
@@ -97,7 +98,12 @@ def _modules(
     own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
     # Megatron's signature numbers the stages of a rank, so the adapter needs their order here.
     provider = stage_provider(provider, own)
-    modules = [stage_module(config, provider, span, mesh.tp) for span in own]
+    modules = list[nn.Module]()
+    for span in own:
+        module = stage_module(config, provider, span, mesh.tp)
+        if config.parallel.shards_weights:
+            _to_host(module)
+        modules.append(module)
     # Not the model's decision: the room for logits is the device's memory less the plan's bytes.
     kept = most_kept(config, plan, memory_of(mesh.device))
     for module in modules:
@@ -112,6 +118,17 @@ def _modules(
             flush=True,
         )
     return modules, check_ownership(modules, config.model, provider, place, mesh)
+
+
+def _to_host(module: nn.Module) -> None:
+    """Move a stage's trained weights to the host, from where the optimizer takes its shards.
+
+    A device may have no room for the weights of all stages before they are sharded.
+    """
+    for param in module.parameters():
+        # A weight that another rank updates is never sharded.
+        if param.requires_grad and not layout_of(param).received:
+            param.data = param.data.cpu()
 
 
 def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:

@@ -66,7 +66,9 @@ class ShardedBuffers(FlatBuffers):
         self._partial_tied = [name for name in self._partial if name in tied]
         self._partial = [name for name in self._partial if name not in tied]
         self.tied = self.grads.new_zeros(end)
-        self.grads = torch.empty_like(self.grads[: self.model.numel()])
+        # A device may have no room for both at once.
+        self.grads.untyped_storage().resize_(0)
+        self.grads = self.grads.new_empty(self.model.numel())
         # A tensor of its own: the memory of `grads` comes and goes.
         self.total = torch.zeros_like(self.grads[self.share])
         for name, param in params.items():

@@ -41,7 +41,8 @@ class Gathers:
         self._drops = drops
         self._in_eight_bits = in_eight_bits
         # Stages without current weights, and functions that wait for gatherings under way.
-        self._stale = set[int]()
+        # Buckets whose weights are dropped start without them.
+        self._stale = set(range(len(chunks))) if drops or in_eight_bits else set[int]()
         self._gathering = dict[int, Callable[[], None]]()
         # For each stage, the stages that read its weights at this time.
         self._users: list[set[int]] = [set() for _ in chunks]
@@ -96,25 +97,30 @@ class Gathers:
                 finish()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Return a context in which all weights of the rank are gathered, to be read or written.
+    def whole(self, chunks: Sequence[int] | None = None) -> Iterator[None]:
+        """Return a context in which weights of the rank are gathered, to be read or written.
 
         All ranks must write equal values. At the end of the context each rank keeps its share of
         the values.
+
+        Args:
+            chunks: the positions of the stages whose weights are gathered; None for all.
         """
-        everything = [buffers for chunk in self._chunks for buffers in chunk]
+        if chunks is None:
+            chunks = range(len(self._chunks))
+        everything = [buffers for chunk in chunks for buffers in self._chunks[chunk]]
         if self._in_eight_bits:
             for finish in [buffers.start_whole() for buffers in everything]:
                 finish()
         else:
-            for finish in [self.start(chunk) for chunk in range(len(self._chunks))]:
+            for finish in [self.start(chunk) for chunk in chunks]:
                 finish()
         try:
             yield
         finally:
             for buffers in everything:
                 buffers.end_whole()
-            for chunk in range(len(self._chunks)):
+            for chunk in chunks:
                 self.drop(chunk)
             # The 8-bit copies still hold the weights before the block.
             if self._in_eight_bits:

@@ -139,7 +139,7 @@ class Storage:
             given["drops"] = sharded and self.weights
         if sharded:
             given["tied"] = self.ties.names
-        return _KINDS[sharded, eight](
+        buffers = _KINDS[sharded, eight](
             params,
             self.ties.borrowed,
             has_main=stored.here,
@@ -152,6 +152,10 @@ class Storage:
             live=self.live,
             **given,
         )
+        # Before the next bucket is made: a device may have no room for all weights of the rank.
+        buffers.end_whole()
+        buffers.drop()
+        return buffers
 
 
 def in_eight_bits(stages: Sequence[nn.Module]) -> dict[str, Scaled]:

@@ -109,13 +109,11 @@ def _differing(axis_name: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Ite
 def hashes(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, str]:
     """Return {name: text} with a hash of each tensor's bits, after "frozen " for a frozen one.
 
-    Hashes are computed where the tensors are, and copied to the host once.
-
     Args:
         tensors: the tensors by name.
-        device: the device from which all hashes are copied to the host.
+        device: computes the hashes, of one tensor at a time, which are copied to the host at once.
     """
-    folded = [_folded(_as_int64(x)).to(device) for x in tensors.values()]
+    folded = [_folded(_as_int64(x.to(device))) for x in tensors.values()]
     values = torch.stack(folded).tolist() if folded else []
     found = {}
     for (name, x), value in zip(tensors.items(), values, strict=True):
