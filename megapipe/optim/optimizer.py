@@ -222,7 +222,7 @@ class Optimizer:
         return saved.state
 
     def saved(self, *, with_state: bool = True) -> Saved:
-        """Return the tensors of this rank in a checkpoint, of which sharded ones have no memory.
+        """Return the tensors of this rank in a checkpoint. Sharded ones have no memory yet.
 
         A save gives these memory where a rank writes them, and gathers one shard at a time. A load
         reads one shard at a time.

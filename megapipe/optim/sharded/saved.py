@@ -15,10 +15,10 @@ from megapipe.optim.buffers import FlatBuffers
 
 
 class SavedShard:
-    """This rank's share of one bucket's weights, or of one kind of their optimizer state.
+    """This rank's share of a bucket's weights, or of one tensor of the bucket's optimizer state.
 
     To save, some tensors of `full` are given memory, and `gather` writes their values. To load,
-    `allocate` gives all of them memory, and `keep` takes this rank's share of what was read.
+    `allocate` gives all of them memory, and `keep` takes this rank's share of the values that were read.
 
     Args:
         buffers: the bucket.
