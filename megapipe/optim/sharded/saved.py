@@ -18,7 +18,7 @@ class SavedShard:
     """This rank's share of a bucket's weights, or of one tensor of the bucket's optimizer state.
 
     To save, some tensors of `full` are given memory, and `gather` writes their values. To load,
-    `allocate` gives all of them memory, and `keep` takes this rank's share of the values that were read.
+    `allocate` gives all of them memory, and after the reading `keep` takes this rank's share.
 
     Args:
         buffers: the bucket.
