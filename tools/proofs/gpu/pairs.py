@@ -33,7 +33,6 @@ from megapipe.schedule import Costs, build, simulate, unpaired
 from megapipe.tensor_parallel.rng import MicrobatchContext
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 from tools.proofs.gpu import fake_cuda
-from tools.proofs.gpu.emulated.attention import attention
 from tools.proofs.gpu.roofline import _1_3B, _8B, GPU, LLAMA, PEAK, Roofline, passes
 
 RATES = {"NVLink": 300e9, "a 400 Gbit/s card each": 45e9}
@@ -206,6 +205,9 @@ def of_tensor_ranks(
 
 
 def main() -> None:
+    # Imported late: the package makes the device known, which a test of `figures` does not need.
+    from tools.proofs.gpu.emulated.attention import attention
+
     fake_cuda.move_parameters()
     F.scaled_dot_product_attention = attention  # type: ignore[assignment]
     for name, (model, ranks, tokens) in MODELS.items():
