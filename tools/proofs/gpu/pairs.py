@@ -205,7 +205,7 @@ def of_tensor_ranks(
 
 
 def main() -> None:
-    # Imported late: the package makes the device known, which a test of `figures` does not need.
+    # Imported late: the package makes the device known, which tests do not need.
     from tools.proofs.gpu.emulated.attention import attention
 
     fake_cuda.move_parameters()

@@ -240,7 +240,7 @@ def longest(part: tuple[Roofline, Roofline]) -> dict[str, float]:
 
 
 def main(as_json: bool) -> None:
-    # Imported late: the package makes the device known, which a test that only reads PEAK does not need.
+    # Imported late: the package makes the device known, which tests do not need.
     from tools.proofs.gpu.emulated.attention import attention
 
     fake_cuda.move_parameters()
