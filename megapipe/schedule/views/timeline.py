@@ -133,7 +133,7 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
 
 
 def draw_memory(
-    schedule: Schedule, files: Files, costs: Costs, memory: float | None
+    schedule: Schedule, files: Files, costs: Costs = UNIT, memory: float | None = None
 ) -> dict[Path, bytes]:
     """Return {path: content} of files with a figure: the memory of each rank over time.
 
