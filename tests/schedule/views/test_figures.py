@@ -104,7 +104,7 @@ def test_a_schedule_and_what_its_ranks_hold_are_figures_of_the_clock():
     assert {len(step) for track in tracks for step in track.steps} == {1, 2}  # a pair shares its height
     said = words(draw_schedule(table, Files(svg="a.svg")))
     assert "dualpipe on 4 ranks, 8 microbatches: makespan" in said
-    said = words(draw_memory(build("1f1b", 4, 8), Files(svg="b.svg"), memory=5))
+    said = words(draw_memory(build("1f1b", 4, 8), Files(svg="b.svg"), Costs(), memory=5))
     assert all(f"rank {r}, peak {4 - r}" in said for r in range(4))
 
 
