@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from megapipe.doors import as_called
@@ -46,13 +47,14 @@ def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) ->
 
 
 def values(flag: Flag) -> str:
-    """Return the placeholder for a flag's values: TEXT; INT ... for several; {a,b} for a choice."""
+    """Return the placeholder of a flag: TEXT or FILE; INT ... for several; {a,b} for a choice."""
     if flag.count == "none":
         return ""
     many = " ..." if flag.count == "many" else ""
     if get_origin(flag.value_type) is Literal:
         return f"{{{','.join(map(str, get_args(flag.value_type)))}}}{many}"
-    return {int: "INT", float: "NUMBER", str: "TEXT"}[flag.value_type] + many
+    names = {int: "INT", float: "NUMBER", str: "TEXT", Path: "FILE"}
+    return names[flag.value_type] + many
 
 
 def meaning(flag: Flag) -> str:

@@ -176,9 +176,10 @@ little longer than forty letters.
 
 
 def test_a_class_and_a_field_without_docstrings_have_help(capsys, monkeypatch):
-    bare = make_dataclass("Bare", [("steps", int, 3)], frozen=True)  # nor has it a source
+    bare = make_dataclass("Bare", [("steps", int, 3), ("out", Path, Path("a"))], frozen=True)  # nor has it a source
     expected = ["usage: small.py [--flag value ...]", "", "  -h, --help", "      Print this and end."]
-    assert help_of(bare, 80, capsys, monkeypatch).splitlines() == [*expected, "  --steps INT", "      (default: 3)"]
+    expected += ["  --steps INT", "      (default: 3)", "  --out FILE", "      (default: a)"]
+    assert help_of(bare, 80, capsys, monkeypatch).splitlines() == expected
 
 
 def test_help_of_a_run_tells_of_each_flag_what_the_docs_do(capsys, monkeypatch):

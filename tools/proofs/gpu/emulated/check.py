@@ -100,12 +100,19 @@ def run(
 
 def judged(case: Case, ranks: Sequence[Outcome]) -> list[str]:
     """The differences of what ranks have from one process; a case that fails has its error."""
+    # A GPU's kernel of a sum and its norm rounds gradients once. A norm that is computed again is
+    # not part of it, which shows in 16 bits.
+    alike = not (case.recompute == "modules" and case.dtype in ("bfloat16", "float16"))
     try:
-        with mock.patch.object(equivalence, "alone", alone_on_device):
-            found = [f"one device: {text}" for text in differences(case, ranks)]
+        with (
+            mock.patch.object(equivalence, "alone", alone_on_device),
+            mock.patch.object(Case, "same_bits", case.same_bits and alike),
+        ):
+            one = differences(case, ranks)
         with mock.patch.object(Case, "same_bits", False):
             others = differences(case, ranks)
         # Of close scores another rounding takes the other expert.
+        found = [f"one device: {x}" for x in one if alike or "experts have" not in x]
         rounded = case.dtype != "float64"
         found += [f"a CPU: {x}" for x in others if not (rounded and "experts have" in x)]
         return found
