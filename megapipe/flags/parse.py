@@ -73,11 +73,13 @@ class _Typed(NamedTuple):
     Attributes:
         given: {flag: values as typed} of the flags of the class that is parsed.
         others: (name, values) of all other flags.
+        replaced: (flag, values) of flags of the class that are given again further on.
         stray: an error for each value that follows no flag.
     """
 
     given: Given
     others: list[tuple[str, list[str]]]
+    replaced: list[tuple[str, list[str]]]
     stray: list[str]
 
 
@@ -136,7 +138,7 @@ def read(
     if _asks_for_help(argv, flags):
         say(help_text(cls, flags, program(), shutil.get_terminal_size().columns))
         sys.exit(0)
-    given, others, problems = _split(argv, flags)
+    given, others, replaced, problems = _split(argv, flags)
     noops: dict[str, str] = {}
     known: Set[str] = frozenset()
     # A tool has flags of its own only; names of Megatron-LM mean nothing to it.
@@ -147,6 +149,10 @@ def read(
         for name, values in others:
             if name in NOOP_FLAGS:
                 noops[" ".join((name, *values))] = NOOP_FLAGS[name].because
+        # Of a list many a user expects that its parts add up.
+        for name, values in replaced:
+            if flags[name].count == "many" and values != given[name]:
+                noops[" ".join((name, *values))] = "given again: the last one counts"
     # A line for each, the unknown ones first.
     ours = {*flags, *besides}
     lines = [_other(name, values, ours, known) for name, values in others]
@@ -264,7 +270,7 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
     # Megatron-LM spells one flag --override-opt_param-scheduler, and takes
     # --override-opt-param-scheduler too.
     ours = {spelling: name for name in flags for spelling in (name, name.replace("_", "-"))}
-    typed = _Typed({}, [], [])
+    typed = _Typed({}, [], [], [])
     values: list[str] | None = None
     for word in argv:
         name, equals, value = word.partition("=")
@@ -274,6 +280,8 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
             if name in ours:
                 # The words that follow are appended to this list. A flag that is given twice starts
                 # a new one, and so the last one counts.
+                if ours[name] in typed.given:
+                    typed.replaced.append((ours[name], typed.given[ours[name]]))
                 typed.given[ours[name]] = values
             else:
                 typed.others.append((name, values))

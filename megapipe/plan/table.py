@@ -11,6 +11,7 @@ from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan.context import context_line, expert_line
+from megapipe.plan.logits import FREE
 from megapipe.plan.plan import Plan, stages_with_depths
 from megapipe.plan.state import GIB, bytes_at_peak, bytes_of_state
 
@@ -217,6 +218,40 @@ def gathered_bytes(plan: Plan, config: Config) -> float:
     element = config.precision.element_bytes
     sizes = zip(plan.state_bytes, _parameters(plan), strict=True)
     return max(state + element * sum(parameters) for state, parameters in sizes)
+
+
+def fits(plan: Plan, config: Config, memory: float, reserved: float) -> str:
+    """Return, in words, the bytes that a plan needs of a device, and whether it fits.
+
+    Args:
+        memory: bytes of a device.
+        reserved: the part of these that stays free for what no plan counts.
+    """
+    peak = max(plan.peak_bytes)
+    text = f"peak {peak / GIB:.3g} GiB"
+    # All weights are there when no activations are.
+    gathered = gathered_bytes(plan, config)
+    if gathered > peak:
+        peak = gathered
+        text += f", {peak / GIB:.3g} to start and to save"
+    spare = (memory - reserved - peak) / GIB
+    if spare >= 0:
+        return f"{text}: fits with {spare:.3g} to spare"
+    if peak <= memory:
+        return f"{text}: tight, needs {-spare:.3g} of the {reserved / GIB:.3g} reserved"
+    return f"{text}: does not fit, {(peak - memory) / GIB:.3g} more than a device has"
+
+
+def fits_line(plan: Plan, config: Config, memory: float, source: str) -> str:
+    """Return the line of a check and of a launch on whether the plan fits the devices.
+
+    Args:
+        memory: bytes of a device. A tenth of them is reserved.
+        source: where this number comes from, in words.
+    """
+    reserved = FREE * memory
+    text = fits(plan, config, memory, reserved)
+    return f"memory of {source}, {memory / GIB:.3g} GiB, {reserved / GIB:.3g} reserved: {text}"
 
 
 def _parameters(plan: Plan) -> list[tuple[float, float]]:

@@ -22,6 +22,7 @@ from megapipe.pipeline_parallel.loss import ForwardStep
 from megapipe.plan import Plan, changes, in_words, summary
 from megapipe.plan.graphs import graphs_line, why_not
 from megapipe.plan.logits import most_kept
+from megapipe.plan.table import fits_line
 from megapipe.schedule.recipe_line import to_line
 from megapipe.training.guards.model import check_ownership
 from megapipe.training.guards.replicas import check_replicas
@@ -147,6 +148,10 @@ def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
         report.say(changed)
     if mesh.world.rank == 0:
         print(summary(plan, config, parameters), flush=True)
+        # A plan that does not fit starts all the same: it is an estimate.
+        memory = memory_of(mesh.device)
+        if memory is not None:
+            print(fits_line(plan, config, memory, "this GPU"), flush=True)
     bubble = plan.timeline.bubble / plan.timeline.makespan
     report.say(
         f"pipeline schedule {schedule.name}{in_words(schedule)}: {mesh.pp.size} ranks, "

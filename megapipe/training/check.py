@@ -25,7 +25,7 @@ from megapipe.data.build import Datasets, Part, build_datasets, build_part, open
 from megapipe.data.files import nearest_folder
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.tokenizers.tokenizer import Tokenizer
-from megapipe.distributed.device import built_for_cpus, has_cuda
+from megapipe.distributed.device import built_for_cpus, has_cuda, memory_here
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
@@ -34,9 +34,9 @@ from megapipe.models.transformer_engine import choose_layers
 from megapipe.plan import Plan, changes, in_words, make_plan, memory_table, summary
 from megapipe.plan.graphs import graphs_line
 from megapipe.plan.seconds.device import device_of
-from megapipe.plan.seconds.page import UNKNOWN, digest, in_short, predicted
+from megapipe.plan.seconds.page import UNKNOWN, digest, in_short, predicted, save_seconds
 from megapipe.plan.split import is_searched, schedule_name
-from megapipe.plan.table import checkpoint_bytes
+from megapipe.plan.table import checkpoint_bytes, fits_line
 from megapipe.schedule.recipe_line import to_line
 from megapipe.training.guards.ranks import contents
 
@@ -200,6 +200,7 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         summary(plan, config),
         _save_seconds(config, plan),
         memory_table(plan, as_run),
+        _memory(as_run, plan),
         f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
         f"{bubble:.1%} of the time of the passes, as the log will have it, by {_unit(config)}; "
         f"peak {peak_gib:.3g} GiB on a rank",
@@ -209,6 +210,26 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         graphs_line(as_run, plan.schedule, device_type),
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _memory(config: Config, plan: Plan) -> str:
+    """Return the line of a launch on whether the plan fits the memory of a device.
+
+    The device is this machine's first GPU, or the one of --rates where it is given or there is no
+    GPU. The text is empty for a run on CPUs, and for a device whose memory is not known.
+    """
+    if config.parallel.distributed_backend == "gloo":
+        return ""
+    here = memory_here()
+    if here is not None and config.check.rates is None:
+        return fits_line(plan, config, here, "this GPU")
+    device = device_of(config)
+    if device is None or not device.capacity:
+        return (
+            "memory of a device: not known, as --rates has no capacity (bytes). "
+            "megapipe plan --memory-gib 80 says whether it fits"
+        )
+    return fits_line(plan, config, device.capacity, f"{device.source} (--rates)")
 
 
 def _seconds(config: Config, plan: Plan) -> str:
@@ -285,11 +306,8 @@ def _save_seconds(config: Config, plan: Plan) -> str:
     """Return a line on the time of the first save, which steps wait for; "" without --save."""
     if config.checkpoint.save is None:
         return ""
-    device = device_of(config)
-    if device is None or not device.disk:
-        return "seconds of the first save: not known, as --rates has no disk (bytes a second)"
     size, _ = checkpoint_bytes(plan, config)
-    return f"seconds of the first save: {size / device.disk:.3g} to write, by the disk of --rates"
+    return f"seconds of the first save: {save_seconds(size, device_of(config))}"
 
 
 def _data_problems(

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from programs import run
@@ -185,6 +186,45 @@ def test_no_change_is_named_for_which_a_device_or_a_host_has_no_room(capsys):
         assert (f"one change alone: {change}" in said) == named
 
 
+def test_weights_that_are_whole_at_once_are_gathered_in_parts_where_memory_is_short(capsys):
+    """The page said that the plan does not fit, and named no change; a schedule alone frees nothing either."""
+    flags = "--pipeline-model-parallel-size 1 --world-size 8 --bf16 --global-batch-size 8 --hidden-size 512 "
+    line = [*MODEL.split(), *(flags + "--num-layers 24 --use-megatron-fsdp").split()]
+    peak = max(told(line, capsys)["peak_bytes"]) / 2**30
+    memory = ["--memory-gib", str(0.8 * peak), "--reserved-gib", "0"]
+    command("plan")([*line, *memory])
+    said = capsys.readouterr().out
+    assert "all weights of a rank are whole at once" in said
+    (words,) = re.findall(r"^one change alone makes it fit: (--pipeline-schedule .*): \S+ s, ", said, re.MULTILINE)
+    changed = told([*line, *words.split()], capsys)
+    assert max(changed["peak_bytes"]) / 2**30 <= 0.8 * peak
+    assert "all weights of a rank" not in changed
+
+
+def test_a_plan_that_only_full_recomputation_makes_fit_is_given_that(capsys):
+    """Four devices of 24 GiB were told what a plan lacks, and no change that helps."""
+    line = [*MODEL.split(), "--seq-length", "256", "--max-position-embeddings", "256", "--micro-batch-size", "4"]
+    peaks = []
+    for granularity in (None, "selective", "full"):
+        given = ["--recompute-granularity", granularity] if granularity else []
+        peaks.append(max(told([*line, *given], capsys)["peak_bytes"]) / 2**30)
+    assert peaks[2] < 0.95 * min(peaks[:2])
+    memory = str((peaks[2] + min(peaks[:2])) / 2)
+    command("plan")([*line, "--memory-gib", memory, "--reserved-gib", "0"])
+    assert "one change alone makes it fit: --recompute-granularity full: " in capsys.readouterr().out
+
+
 def told(line: list[str], capsys) -> dict:
     command("plan")([*line, "--json", "-"])
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("rates, says", [("h100", "not known, as --rates has no disk"), ("", "8")])
+def test_a_page_says_the_seconds_of_a_save_or_what_it_lacks(capsys, tmp_path, rates, says):
+    command("plan")(MODEL.split())
+    size = float(re.search(r"a checkpoint has (\S+) GiB", capsys.readouterr().out)[1]) * 2**30
+    if not rates:
+        rates = str(tmp_path / "rates.json")
+        Path(rates).write_text(json.dumps({"disk": size / 8}))
+    command("plan")([*MODEL.split(), "--rates", rates])
+    assert f"seconds to save it: {says}" in capsys.readouterr().out

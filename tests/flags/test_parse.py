@@ -240,3 +240,13 @@ def test_megatrons_former_switches_of_fp8_name_its_format(kind):
 def test_a_misspelled_flag_of_a_tool_is_known_among_those_of_a_run():
     _, run = read_among(Small, ["--thickness", "1", "--quite"])
     assert run.problems == ("unknown flag --thickness", "unknown flag --quite; did you mean --quiet?")
+
+
+def test_a_list_that_is_given_twice_is_replaced_and_the_user_reads_which():
+    """As in Megatron-LM the last one counts; --data-path given twice looks like two parts of a blend."""
+    config = parse(
+        Config,
+        ["--data-path", "a", "b", "--num-layers", "2", "--num-layers", "3", "--data-path", "c", "--data-path", "c"],
+    )
+    assert config.data.data_path == ("c",)
+    assert config.noop_flags == (("--data-path a b", "given again: the last one counts"),)

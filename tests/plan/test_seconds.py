@@ -73,6 +73,26 @@ def test_the_parts_of_a_step_add_up_to_it(flags):
     assert all(share > 0 for share in found["shares"].values())
 
 
+def test_the_bubble_is_split_into_messages_unequal_stages_and_warm_up():
+    """1F1B of p equal stages idles for p - 1 microbatches; a last stage of more work sets the pace of all m."""
+    ranks, microbatches = 4, 16
+    flags = f"--pipeline-model-parallel-size {ranks}"
+    free = {"flops": 1e12, "inside": 1e30, "outside": 1e30, "latency": 0.0, "overhead": 0.0}
+    shares = predicted(flags, ranks, Device(**free))["shares"]
+    # Forward FLOPs of a token: of a layer, and of the head on the last stage.
+    layer = 24 * 64 * 64 + 4 * 64 * 64 / 2
+    last = layer + 2 * 64 * 1001
+    mean = (3 * layer + last) / ranks
+    whole = 3 * layer + microbatches * last
+    assert shares["warm-up and drain"] == pytest.approx(3 * mean / whole)
+    assert shares["unequal stages"] == pytest.approx(1 - (microbatches + 3) * mean / whole)
+    assert "messages between stages" not in shares
+    slow = predicted(flags, ranks, Device(**(free | {"latency": 1e-6})))
+    waits = ("messages between stages", "unequal stages", "warm-up and drain")
+    assert slow["bubble"] == pytest.approx(sum(slow["shares"][name] for name in waits))
+    assert slow["shares"]["messages between stages"] > 0
+
+
 def test_a_pair_hides_messages_of_experts_and_a_slow_link_costs_more_alone():
     flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {{}} {EXPERTS}"
     slow = Device(flops=1e12, inside=2e9, outside=2e9, overhead=0.0)

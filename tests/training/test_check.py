@@ -246,3 +246,38 @@ def test_the_seconds_of_the_first_save_are_those_of_the_disk_or_said_to_be_unkno
     size = float(re.search(r"a checkpoint has (\S+) GiB", said)[1]) * 2**30
     seconds = float(re.search(r"seconds of the first save: (\S+) to write", said)[1])
     assert seconds == pytest.approx(size / 1000, rel=0.01)
+
+
+@pytest.mark.parametrize("share, verdict", [(0.5, "fits with"), (0.95, "tight, needs"), (1.25, "does not fit")])
+def test_a_check_says_whether_a_plan_fits_a_device_in_the_words_of_a_launch(saved, capsys, monkeypatch, share, verdict):
+    """Only `plan --memory-gib` said it. A launch goes on whatever the line says."""
+    given = flags(saved, "--train-iters 1")
+    pretrain_gpt.main([*given, "--check", "--distributed-backend", "gloo"])
+    said = capsys.readouterr().out
+    assert "memory of " not in said  # the host's memory, which other programs use too
+    peak = float(re.search(r"peak (\S+) GiB on a rank", said)[1]) * 2**30
+    monkeypatch.setattr("megapipe.training.check.memory_here", lambda: peak / share)
+    pretrain_gpt.main([*given, "--check"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("memory of this GPU"))
+    assert f"GiB: {verdict}" in line
+    monkeypatch.setattr("megapipe.training.build.memory_of", lambda device: peak / share)
+    pretrain_gpt.main(given)
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+
+
+@pytest.mark.parametrize(
+    "rates, says",
+    [
+        ("h200", "memory of H200's data sheet (--rates), 141 GiB, 14.1 reserved: peak "),
+        ("a100", "memory of a device: not known, as --rates has no capacity (bytes)."),
+        ('{"flops": 1e12}', "memory of a device: not known, as --rates has no capacity (bytes)."),
+        ('{"capacity": 1073741824, "source": "a phone"}', "memory of a phone (--rates), 1 GiB, 0.1 reserved: peak "),
+    ],
+)
+def test_rates_say_the_memory_of_a_device_that_is_not_here(capsys, monkeypatch, tmp_path, rates, says):
+    monkeypatch.setattr("megapipe.training.check.memory_here", lambda: 7)
+    if rates.startswith("{"):
+        (tmp_path / "rates.json").write_text(rates)
+        rates = str(tmp_path / "rates.json")
+    pretrain_gpt.main([*RUN.split(), "--rates", rates])
+    assert f"\n{says}" in capsys.readouterr().out

@@ -7,38 +7,24 @@ ignores the flags that name these, except --pipeline-slices.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megapipe.checks.inputs import answer, ask, path_problems
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import vocabulary, vocabulary_problems, with_vocabulary
 from megapipe.commands.main import tell
-from megapipe.commands.plan.one_change import one_change, one_change_of
+from megapipe.commands.plan.one_change import one_change_of
 from megapipe.commands.plan.parts import parts, parts_table
-from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
-from megapipe.commands.plan.search.final import of_run
-from megapipe.commands.plan.search.hiding import OVERLAP
-from megapipe.commands.plan.search.report import (
-    UserPlan,
-    best_of,
-    flags_of,
-    left_out,
-    report,
-    why,
-)
-from megapipe.commands.plan.search.search import search
-from megapipe.commands.plan.search.sliced import try_slices
-from megapipe.commands.plan.search.telling import Telling
-from megapipe.commands.plan.verdict import Machine, MemoryFlags, at_other_times
-from megapipe.config import CheckConfig, Config, ParallelConfig
-from megapipe.config.layers import inline
+from megapipe.commands.plan.search.asked import joined
+from megapipe.commands.plan.searched import SearchFlags, searched, sought
+from megapipe.commands.plan.verdict import at_other_times
+from megapipe.config import CheckConfig, Config
 from megapipe.data.files import file_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
-from megapipe.errors import ConfigError, ScheduleError
-from megapipe.flags.parse import parse_among, read_among
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import read_among, split_among
 from megapipe.flags.stop import say
 from megapipe.plan import (
     Plan,
@@ -50,9 +36,7 @@ from megapipe.plan import (
     table,
 )
 from megapipe.plan.seconds.device import Device, device_of
-from megapipe.plan.seconds.page import digest, in_short, page, predicted
-from megapipe.plan.seconds.page import numbers as seconds_of
-from megapipe.plan.shapes.slices import number_of
+from megapipe.plan.seconds.page import digest, page, predicted
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.text import to_json
@@ -71,7 +55,7 @@ FORMER = {
 
 
 @dataclass(frozen=True)
-class Flags(MemoryFlags):
+class Flags(SearchFlags):
     """Print the plan of a run without starting it: stages, layers, parameters, time and memory.
 
     All other flags are flags of megapipe pretrain. --world-size is the number of processes of the
@@ -88,29 +72,14 @@ class Flags(MemoryFlags):
     save_schedule: str | None = None
     """Write the table to this .json, for --pipeline-schedule of a run. It has copies and
     recomputations too."""
-    search: bool = False
-    """Search for the best plans on --world-size devices of --memory-gib, of several kinds, and
-    compare the plan of the run's own layout flags with them."""
-    fix: tuple[str, ...] = ()
-    """With --search: axes that keep the value of the run's own flags, of tp, cp, pp, micro, ep,
-    etp, schedule, recompute and sharding."""
-    among: tuple[str, ...] = ()
-    """With --search: values that an axis may have, such as tp=2,4 pp=1..8 schedule=1f1b,zb-v
-    recompute=none sharding=no."""
-    without: tuple[str, ...] = ()
-    """With --search: schedules to leave out, and sharding, moves (activations offloaded or
-    recomputed one by one), pipeline, recompute, or
-    hiding (of communication: by pairs of passes, --tp-comm-overlap or --overlap-grad-reduce)."""
-    why: tuple[str, ...] = ()
-    """With --search: compare two plans of the list by cause, such as 1 3 or 1 yours."""
-    search_jobs: int | None = None
-    """Processes of --search. Default: the number of cores."""
     json: str | None = None
     """Also write the numbers to this file; - prints them instead of the text."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan, and write the files that the flags name."""
+    # A second --among asks for one more axis, and would otherwise replace the first.
+    argv = joined(argv, ("--fix", "--among", "--without"))
     tool, run = read_among(Flags, argv)
     flags = tool.value
     config = run.value
@@ -127,10 +96,11 @@ def main(argv: Sequence[str]) -> None:
     }
     problems += [*file_problems(files), *_wrong(flags)]
     if problems:
-        others = ask(lambda: _sought(config, flags) if flags.search else _ready(config))
+        others = ask(lambda: sought(config, flags) if flags.search else _ready(config))
         raise ConfigError([*problems, *tool.without_unread(run.without_unread(others))])
     if flags.search:
-        tell(*_search(config, flags, argv), flags.json)
+        _, of_run = split_among(Flags, argv)
+        tell(*searched(config, flags, of_run), flags.json)
         return
     # These import torch, which takes two seconds: as long as a search until its first plan.
     from megapipe.training.check import start_block
@@ -208,13 +178,12 @@ def _wrong(flags: Flags) -> Iterator[str]:
                     f"--{name.replace('_', '-')} is of one plan, and --search compares many. "
                     "Leave one of the two out."
                 )
-        if flags.search_jobs is not None and not 1 <= flags.search_jobs <= 1024:
-            yield f"--search-jobs must be from 1 to 1024, got {flags.search_jobs}."
+        yield from flags.wrong_bounds()
         if flags.why and len(flags.why) != 2:
             given = " ".join(flags.why)
             yield f"--why {given}: give two plans, such as --why 1 yours."
         return
-    names = ["fix", "among", "without", "why", "search_jobs"]
+    names = ["fix", "among", "without", "why", "search_jobs", "search_seconds"]
     if flags.memory_gib is None:
         names += ["reserved_gib", "host_memory_gib"]
     for name in names:
@@ -225,7 +194,8 @@ def _wrong(flags: Flags) -> Iterator[str]:
                 value = " ".join(value)
             elif isinstance(value, float):
                 value = f"{value:g}"
-                of = "--memory-gib"
+                if name != "search_seconds":
+                    of = "--memory-gib"
             flag = f"--{name.replace('_', '-')}"
             yield f"{flag} {value} is of {of}. Add that, or leave it out."
 
@@ -266,131 +236,6 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
         **at_other_times(plan, config),
         "stages": stages,
     }
-
-
-class _Sought(NamedTuple):
-    """The question of a search: a run, its devices, and restrictions.
-
-    Attributes:
-        config: the run without its layout.
-        devices: the number of processes.
-        asked: the restrictions of the search.
-    """
-
-    config: Config
-    devices: int
-    asked: SearchRestrictions
-
-
-def _sought(own: Config, flags: Flags) -> _Sought:
-    """Return the question of a search: the model, the number of devices and the restrictions.
-
-    Args:
-        own: the configuration of the user's flags for training.
-        flags: the flags of the command itself, such as --fix and --without.
-    Raises: ConfigError with every problem of the flags.
-    """
-    problems: list[str] = []
-    if own.parallel.pipeline_slices is not None:
-        problems += ask(lambda: number_of(own))
-    # The search chooses the layout, so the user's is put aside before the checks.
-    config = replace(own.with_fields(micro_batch_size=1), parallel=ParallelConfig())
-    problems = [*flag_problems(config), *problems]
-    if config.batch.global_batch_size is None:
-        problems.append(
-            "--search needs --global-batch-size, which every plan keeps. "
-            "Add --global-batch-size 512."
-        )
-    devices = config.check.world_size
-    if devices is None:
-        problems.append("--search needs --world-size, the number of devices. Add --world-size 64.")
-    asked, wrong = answer(lambda: asked_of(flags.fix, flags.among, flags.without, own))
-    problems += wrong
-    if problems or devices is None or asked is None:
-        raise ConfigError(problems)
-    # A plan with such communication keeps the user's overlap of it.
-    overlap = {name: getattr(own.parallel, name) for name in OVERLAP}
-    return _Sought(config.with_fields(**overlap), devices, asked)
-
-
-def _search(own: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Search for the best plans.
-
-    Args:
-        own: the configuration of the user's flags.
-        argv: the command line. The report names its flags that do not go with the found plans.
-    Returns: (the report as text, the best plans as JSON).
-    Raises: ConfigError with every problem of the flags.
-    """
-    config, devices, asked = _sought(own, flags)
-    device = device_of(config) or Device()
-    slices = own.parallel.pipeline_slices
-    # Problems of the tokenizer are reported in words, and the search goes on.
-    size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
-    config = config.with_batch(config.global_batch_size)
-    config = replace(config, model=inline(config.model))
-    machine = flags.machine(device, devices)
-    jobs = flags.search_jobs or os.cpu_count() or 1
-    # The user's own plan is the first that is known, after seconds.
-    yours = _yours(own, devices, size, device, machine)
-    telling = Telling()
-    if yours.plan is not None:
-        telling.first(f"yours: {in_short(seconds_of(yours.plan, device))}")
-    found = search(config, devices, machine, device, size, telling, asked=asked, jobs=jobs)
-    # Slices are tried for the best layouts alone, as they multiply the tables.
-    if slices is not None:
-        try_slices(found, slices, machine, device, config.parallel)
-    best = best_of(found)
-    rows: list[dict[str, Any]] = [
-        {
-            "step_s": x.step,
-            "peak_bytes": x.peak,
-            "schedule": x.schedule,
-            **at_other_times(x.plan, x.config),
-            "parts_s": x.parts,
-            "flags": flags_of(x.config),
-            "leave_out": _left_out(argv, x.config),
-            "plan": digest(x.plan, x.config),
-        }
-        for x in best
-    ]
-    assumed = f"{device.assumed}, {device.to_host}"
-    text = [f"{devices} devices of {machine}; assumed: {assumed}", *said]
-    text.append(report(found, machine, device, yours, lambda one: _left_out(argv, one)))
-    if flags.why:
-        text.append(why(flags.why, best, yours))
-    return "\n".join(text), rows
-
-
-def _left_out(argv: Sequence[str], config: Config) -> list[str]:
-    """Return the flags of `argv`, such as a switch, that a plan's flags after them cannot undo."""
-    _, given = parse_among(Flags, [*argv, *flags_of(config)])
-    return left_out(given, config)
-
-
-def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machine) -> UserPlan:
-    """Return the plan of the user's own flags, for comparison.
-
-    The result is empty, `UserPlan()`, if no flag gives a layout such as
-    --pipeline-model-parallel-size.
-
-    Args:
-        devices: the number of processes.
-        vocab: the size of the tokenizer.
-        machine: the memory of a device and of a host.
-    """
-    if own.parallel == ParallelConfig() and own.batch.micro_batch_size is None:
-        return UserPlan()
-    # Plans of the search have no measured times, and this one is compared with them.
-    config = replace(own.with_fields(pipeline_costs=None), world_size=devices)
-    try:
-        if problems := flag_problems(config):
-            raise ConfigError(problems)
-        config = with_vocabulary(config.with_batch(config.global_batch_size), vocab)
-        mine = of_run(config, device)
-        return UserPlan(mine, changes=tuple(one_change(mine, device, machine)))
-    except (ConfigError, ScheduleError) as error:
-        return UserPlan(refused=" ".join(str(error).split()))
 
 
 def save_costs(costs: Costs, path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from math import floor
 from typing import Any
 
 from megapipe.checks.run import flag_problems
@@ -55,7 +56,8 @@ def one_change(mine: TimedPlan, device: Device, machine: Machine) -> list[str]:
         return []
     # The best change of each flag: {name: (seconds, text, bytes)}.
     found: dict[str, tuple[float, str, float]] = {}
-    for fields in _changes(config):
+    fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, config)
+    for fields in _changes(config, None if fits else machine.limit):
         changed = config.with_fields(**fields)
         with suppress(ConfigError, ScheduleError):
             if not flag_problems(short(changed, 1)):
@@ -67,7 +69,6 @@ def one_change(mine: TimedPlan, device: Device, machine: Machine) -> list[str]:
                     change = (other.step, f"{text}: {other.step:.4g} s", other.peak)
                     first = next(iter(fields))
                     found[first] = min(change, found.get(first, change))
-    fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, config)
     lines = []
     for step, text, peak in sorted(found.values())[:_MOST]:
         if not fits or step <= (1 - _LEAST_GAIN) * mine.step:
@@ -94,8 +95,12 @@ def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine |
     return one_change(mine, device, machine)
 
 
-def _changes(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield each change to try, as {field: its new value}."""
+def _changes(config: Config, limit: float | None) -> Iterator[dict[str, Any]]:
+    """Yield each change to try, as {field: its new value}.
+
+    Args:
+        limit: bytes of a device that the plan may take, if it takes more.
+    """
     par = config.parallel
     model = config.model
     if par.pipeline_model_parallel_size > 1 and not par.use_megatron_fsdp:
@@ -103,8 +108,18 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
         for name, chunks in schedules_of(config):
             if chunks is None and name != par.pipeline_schedule:
                 yield {"pipeline_schedule": name}
+    if par.use_megatron_fsdp and par.pipeline_model_parallel_size == 1:
+        # Only within a limit a run lets go of weights that it has gathered.
+        limited = {}
+        if limit is not None:
+            limited = {"memory_limit_gib": floor(1000 * limit / GIB) / 1000}
+        for name, chunks in schedules_of(config):
+            units = {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": chunks}
+            yield units | limited
     if model.recompute_granularity is None:
         yield {"recompute_granularity": "selective"}
+        if limit is not None:
+            yield {"recompute_granularity": "full"}
     if model.has_experts:
         ep = par.expert_model_parallel_size
         # By default experts are split like other layers, often across nodes.

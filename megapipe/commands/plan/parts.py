@@ -130,12 +130,12 @@ def parts(config: Config) -> list[ModelPart]:
         ModelPart(f"predicts {depth + 1} further", 0, work, sent_of_depth)
         for depth, work in enumerate(whole.depths)
     ]
-    return [
-        ModelPart("embedding", 0, whole.embedding),
-        *middle,
-        ModelPart("head and loss", 0, whole.head),
-        *depths,
-    ]
+    head = ModelPart("head and loss", 0, whole.head)
+    if model.tied:
+        # Its weight is the embedding's, and counts there.
+        own = whole.head.parameters - (model.padded_vocab_size or 0) * model.hidden
+        head = ModelPart("head (tied) and loss", 0, replace(whole.head, parameters=own))
+    return [ModelPart("embedding", 0, whole.embedding), *middle, head, *depths]
 
 
 def parts_table(found: list[ModelPart]) -> str:

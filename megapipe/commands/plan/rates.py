@@ -23,7 +23,7 @@ from megapipe.commands.plan.forecast import Forecast
 from megapipe.commands.ranks import run_ranks
 from megapipe.config import Config
 from megapipe.data.files import write_complete
-from megapipe.distributed.device import peak_tflops, pick_device, synchronize
+from megapipe.distributed.device import memory_of, peak_tflops, pick_device, synchronize
 from megapipe.flags.stop import say
 from megapipe.plan import Plan
 from megapipe.plan.seconds.device import Device, Sizes
@@ -49,6 +49,7 @@ class Alone(NamedTuple):
             with a single GPU.
         device: the device's name.
         peak: FLOP/s by the data sheet; None for a device that is not known.
+        capacity: bytes of the device's memory; None for a CPU.
     """
 
     products: Sizes
@@ -56,6 +57,7 @@ class Alone(NamedTuple):
     messages: Sizes
     device: str
     peak: float | None
+    capacity: int | None = None
 
 
 def save_rates(path: str, config: Config, plan: Plan, found: Forecast) -> None:
@@ -96,6 +98,8 @@ def rates_of(alone: Alone, config: Config, plan: Plan, found: Forecast) -> dict[
         "overhead": found.costs.overhead,
         "host": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+    if alone.capacity:
+        rates["capacity"] = alone.capacity
     if alone.messages:
         rates["inside"] = [list(row) for row in alone.messages]
         rates["node"] = max(2, torch.cuda.device_count())
@@ -141,7 +145,8 @@ def _measure(config: Config, dtype: torch.dtype) -> Alone:
         products = tuple(_product(side, dtype, device) for side in _SIDES[device.type])
         memory = _copied(device)
     peak = peak_tflops(device)
-    return Alone(products, memory, messages, name, peak * 1e12 if peak else None)
+    stated = peak * 1e12 if peak else None
+    return Alone(products, memory, messages, name, stated, memory_of(device))
 
 
 def _product(side: int, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from megapipe.plan import GIB, Plan
 from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.logits import FREE
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.table import checkpoint_bytes, gathered_bytes
+from megapipe.plan.table import checkpoint_bytes, fits, gathered_bytes
 
 MEMORY = 80.0
 """GiB of a device for --search."""
@@ -74,22 +74,8 @@ class Machine:
 
     def fits(self, plan: Plan, config: Config) -> str:
         """Return, in words, what a plan needs on a device and on a host, and whether it fits."""
-        return f"{self._on_device(plan, config)}; {self._on_host(plan, config)}"
-
-    def _on_device(self, plan: Plan, config: Config) -> str:
-        peak = max(plan.peak_bytes)
-        text = f"peak {peak / GIB:.3g} GiB"
-        # All weights are there when no activations are.
-        gathered = gathered_bytes(plan, config)
-        if gathered > peak:
-            peak = gathered
-            text += f", {peak / GIB:.3g} to start and to save"
-        spare = (self.limit - peak) / GIB
-        if spare >= 0:
-            return f"{text}: fits with {spare:.3g} to spare"
-        if peak <= self.device:
-            return f"{text}: tight, needs {-spare:.3g} of the {self.reserved / GIB:.3g} reserved"
-        return f"{text}: does not fit, {(peak - self.device) / GIB:.3g} more than a device has"
+        of_device = fits(plan, config, self.device, self.reserved)
+        return f"{of_device}; {self._on_host(plan, config)}"
 
     def _on_host(self, plan: Plan, config: Config) -> str:
         saving, copied = (self.ranks * size / GIB for size in host_of(plan, config))

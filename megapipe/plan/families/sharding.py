@@ -119,11 +119,18 @@ class Sharding(OfPlan):
         if gathers := _most_of_a_rank(table, GATHERS):
             gathered = f"{gathers} gathers of weights and "
         sums = _most_of_a_rank(table, REDUCES)
-        return (
+        text = (
             f"sharded: a rank makes up to {gathered}{sums} reductions of "
             f"gradients a step, and has up to {whole / 2**30:.3g} GiB of them whole at a time; "
-            f"{longer:.1%} of the step shows{assumed}"
+            f"passes take {longer:.1%} longer by them{assumed}"
         )
+        if table.placement.num_stages == table.placement.num_ranks and self.weights:
+            text += (
+                "\nall weights of a rank are whole at once, as it has one stage: "
+                "--pipeline-schedule hanayo --num-virtual-stages-per-pipeline-rank N gathers them "
+                "in N parts, and lets go of as many as --memory-limit-gib needs"
+            )
+        return text
 
     def _time_of_a_byte(self, plan: Plan, costs: Costs, counted: Costs) -> float:
         # Tensor-parallel ranks share FLOPs; each gathers its own part of a weight.

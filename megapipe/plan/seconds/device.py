@@ -40,6 +40,7 @@ class Device:
             are to take no time.
         host: bytes of memory of a node's host. The default is a DGX H100's, 2 TiB.
         disk: bytes per second that all ranks together write of a checkpoint; 0 if not known.
+        capacity: bytes of the device's memory; 0 if not known.
         by_product: pairs (FLOP of a matrix product, its FLOP/s); () if products of every size reach
             `flops`.
         by_message: pairs (bytes of a message within a node, its seconds); () to use `inside` and
@@ -58,6 +59,7 @@ class Device:
     memory: float = 0.0
     host: float = 2.0**41
     disk: float = 0.0
+    capacity: float = 0.0
     by_product: Sizes = ()
     by_message: Sizes = ()
     by_far_message: Sizes = ()
@@ -152,26 +154,33 @@ NOTHING = Device(inside=inf, outside=inf, latency=0.0)
 """A device whose links take no time."""
 
 DEVICES = {
-    "h100": Device(),
-    "h200": Device(source="H200's data sheet"),
-    "h800": Device(inside=1.6e11, source="H800's data sheet"),
+    "h100": Device(capacity=80 * 2.0**30),
+    "h200": Device(source="H200's data sheet", capacity=141 * 2.0**30),
+    "h800": Device(inside=1.6e11, source="H800's data sheet", capacity=80 * 2.0**30),
     "a100": Device(
         flops=1.9e14, inside=2.2e11, outside=2e10, peak=3.12e14, source="A100's data sheet"
     ),
-    "b200": Device(flops=1.1e15, inside=6e11, peak=2.25e15, source="B200's data sheet"),
+    "b200": Device(
+        flops=1.1e15,
+        inside=6e11,
+        peak=2.25e15,
+        source="B200's data sheet",
+        capacity=180 * 2.0**30,
+    ),
 }
 """Devices by name, as --rates takes them.
 
 Peaks are of dense bf16. Products are assumed to reach half of them, on an A100 60%. Links are
 assumed to reach two thirds of what a device can send in one direction: over NVLink within a node,
-and over one InfiniBand card a device beyond it (400 Gbit/s; with A100s 200).
+and over one InfiniBand card a device beyond it (400 Gbit/s; with A100s 200). An A100 has 40 or 80
+GiB, so its capacity is not known.
 """
 
 
 def load_device(flag: str, given: str) -> Device:
     """Return a device, given by its name or by a JSON file with some fields of `Device`.
 
-    Fields that the file leaves out keep the defaults of an H100.
+    Fields that the file leaves out keep the defaults of an H100. The capacity is then not known.
 
     Args:
         flag: the flag that gave the name or file, for errors.

@@ -10,7 +10,7 @@ from megapipe.config import Config, ModelConfig
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.flops import flops_per_token
-from megapipe.plan.seconds.step import TimedPlan, timed
+from megapipe.plan.seconds.step import TimedPlan, bubble, timed
 from megapipe.plan.state import GIB
 from megapipe.plan.table import checkpoint_bytes
 from megapipe.schedule import Kind
@@ -20,6 +20,10 @@ UNKNOWN = (
     "no seconds are predicted by --rates, as the times of --pipeline-costs have a unit of their own"
 )
 """What stands in place of a prediction."""
+
+
+WAITS = ("messages between stages", "unequal stages", "warm-up and drain")
+"""What the bubble consists of. The last part is what the table costs with equal stages."""
 
 
 def digest(plan: Plan, config: Config) -> str:
@@ -61,10 +65,16 @@ def page(plan: Plan, config: Config, device: Device) -> str:
     """Return text on the seconds of a step, their causes, and the assumed speeds of the device."""
     size, _ = checkpoint_bytes(plan, config)
     name = f"plan {digest(plan, config)}; a checkpoint has {size / GIB:.3g} GiB"
+    name += f"; seconds to save it: {save_seconds(size, device)}"
     found = predicted(plan, config, device)
     if found is None:
         return f"{UNKNOWN}\n{name}"
-    parts = "  ".join(f"{part} {share:.1%}" for part, share in found["shares"].items())
+    shares = {part: f"{part} {share:.1%}" for part, share in found["shares"].items()}
+    # The last ones add up to the bubble of the line above.
+    waits = [shares.pop(name) for name in WAITS if name in shares]
+    parts = "  ".join(shares.values())
+    if waits:
+        parts += f"  bubble: {' + '.join(waits)}"
     assumed = device.assumed
     if Kind.O in plan.schedule.kinds and config.parallel.offload_time is None:
         assumed += f", {device.to_host}"
@@ -75,6 +85,18 @@ def page(plan: Plan, config: Config, device: Device) -> str:
         name,
     ]
     return "\n".join(lines)
+
+
+def save_seconds(size: float, device: Device | None) -> str:
+    """Return the seconds of a first save, which steps wait for, in words; or what is missing.
+
+    Args:
+        size: bytes of a checkpoint.
+        device: has the speed of the disk; None if it is not known.
+    """
+    if device is None or not device.disk:
+        return "not known, as --rates has no disk"
+    return f"{size / device.disk:.3g} to write, by the disk of --rates"
 
 
 def predicted(plan: Plan, config: Config, device: Device) -> dict[str, Any] | None:
@@ -108,18 +130,20 @@ def numbers(one: TimedPlan, device: Device) -> dict[str, Any]:
         device: the device, whose peak FLOP/s count for MFU.
     Returns: `seconds` of a step, `tokens_per_second` of all devices, `mfu` of the device's peak,
         `bubble` as a fraction of the step, and `shares`: {cause: its fraction of the step}. The
-        shares add up to 1.
+        shares add up to 1, and those of WAITS to the bubble. If stages of other sizes suit the
+        schedule better than equal ones, the share of "unequal stages" is negative.
     """
     config = one.config
     tokens = config.global_batch_size * config.batch.sequence
     model = replace(config.model, recompute_granularity=None)
     flops = flops_per_token(model, config.batch.sequence) * tokens
     step = one.step or 1.0
-    # Messages between stages lengthen the bubble; the same table without them says by how much.
-    unsent = timed(one.plan, config, device, sends=False)
-    sent = one.parts["bubble"] - unsent.parts["bubble"]
     parts = {name: seconds for name, seconds in one.parts.items() if name != "bubble"}
-    parts |= {"messages between stages": sent, "bubble": one.parts["bubble"] - sent}
+    # The same table without messages, and then with equal stages, says what each of them adds.
+    unsent = bubble(one.plan, config, device, equal=False)
+    even = bubble(one.plan, config, device, equal=True)
+    waits = (one.parts["bubble"] - unsent, unsent - even, even)
+    parts |= dict(zip(WAITS, waits, strict=True))
     shares = {"model": 1 - sum(parts.values()) / step}
     shares |= {
         name: seconds / step for name, seconds in parts.items() if abs(seconds) > 5e-4 * step

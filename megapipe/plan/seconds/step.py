@@ -88,18 +88,15 @@ def layout_of(config: Config) -> Layout:
     return (*sizes, config.batch.micro_batch, par.expert_model_parallel_size, par.etp)
 
 
-def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> TimedPlan:
+def timed(plan: Plan, config: Config, device: Device) -> TimedPlan:
     """Return a plan with the predicted seconds of its step.
 
     Args:
         config: the configuration, for batch size and recomputation.
-        sends: whether messages between stages take time; False makes them free.
     """
     whole = plan.schedule
     alone = in_seconds(plan, config, device)
     costs = with_messages(alone, plan, config, device)
-    if not sends:
-        costs = replace(costs, comm=0.0)
     sharded = "sharding" in plan.own
     # The same table without sharding, and without offloading too: what each of them costs is the
     # difference of two simulations.
@@ -147,6 +144,26 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
     }
     peak = max(map(add, held, plan.state_bytes))
     return TimedPlan(config, plan, schedule.name, makespan + at_end + updated, peak, parts)
+
+
+def bubble(plan: Plan, config: Config, device: Device, *, equal: bool) -> float:
+    """Return the seconds in which a rank waits if messages between stages take no time.
+
+    Args:
+        equal: whether all stages get the mean work of a stage.
+    """
+    costs = with_messages(in_seconds(plan, config, device), plan, config, device)
+    costs = replace(costs, comm=0.0)
+    if equal:
+        means: dict[str, Any] = {}
+        for name in "fbw":
+            column = getattr(costs, name)
+            if isinstance(column, tuple):
+                means[name] = (sum(column) / len(column),) * len(column)
+        costs = replace(costs, **means)
+    table = plan.schedule.without(SHARDS | MOVES)
+    clock = run_clock(table, costs)
+    return _end(clock) - _busy(clock) / len(table.ranks)
 
 
 def _end(clock: SimulatedTimes) -> float:

@@ -184,4 +184,6 @@ def test_a_search_that_is_interrupted_says_its_best_so_far():
     found = search(config, 4, Machine(GIB), SLOW, 1000, interrupted, jobs=2)
     assert found.stopped
     assert found.best
-    assert report(found, Machine(GIB)).startswith("the search was stopped; these are the best plans until then\n 1. ")
+    assert report(found, Machine(GIB)).startswith(
+        "the search was stopped before it had listed all plans; these are the best plans until then\n 1. "
+    )

@@ -17,7 +17,8 @@ from small_searches import MODEL, SLOW, found_by, run_search
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main
-from megapipe.commands.plan.search.report import flags_of, report
+from megapipe.commands.plan.pasted import flags_of
+from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.search.timed import table

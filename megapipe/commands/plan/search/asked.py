@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megapipe.config import Config
@@ -118,7 +118,8 @@ def asked_of(
             legal = ", ".join(WORDS.get(axis, ("numbers such as 2,4 or 1..8",)))
             problems.append(f"--among {text}: {axis} may have {legal}.")
             continue
-        chosen[axis] = frozenset(x for x in allowed if x is not None)
+        values_of_axis = frozenset(x for x in allowed if x is not None)
+        chosen[axis] = chosen.get(axis, frozenset()) | values_of_axis
     twice = [axis for axis in fix if axis in chosen]
     problems += [f"--fix {axis} and --among {axis}=... exclude each other." for axis in twice]
     if problems:
@@ -161,3 +162,29 @@ def _values(axis: str, text: str) -> Iterator[str | None]:
             yield None
             continue
         yield from map(str, range(low, high + 1))
+
+
+def joined(argv: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return the command line with each of these flags once, at its last place, with all values.
+
+    Args:
+        argv: flags and values.
+        names: flags with lists of values.
+    """
+    values: dict[str, list[str]] = {name: [] for name in names}
+    kept: list[str] = []
+    into = kept
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name in values:
+            # The flag moves behind what was given until now.
+            into = values[name]
+            into += [value] * bool(equals)
+        else:
+            if word.startswith("--"):
+                into = kept
+            into.append(word)
+    for name, of_name in values.items():
+        if of_name:
+            kept += [name, *of_name]
+    return kept

@@ -14,6 +14,7 @@ from megapipe.plan import ModelWork, pieces_of
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import of_layer
 from megapipe.plan.seconds.replicas import OfRank, sent
+from megapipe.plan.state import bytes_of_parameter
 from megapipe.schedule import SCHEDULES
 
 
@@ -28,6 +29,8 @@ class Least(NamedTuple):
             communication.
         forward, backward, weights: seconds of one microbatch in the whole model: of the forward,
             the backward of inputs, and the backward of weights.
+        state: bytes of weights, gradients and optimizer state that a rank keeps at least, as a mean
+            over the ranks; 0 if it is not counted, for sharded gradients.
     """
 
     step: float
@@ -35,6 +38,7 @@ class Least(NamedTuple):
     forward: float
     backward: float
     weights: float
+    state: float
 
     def work(self, name: str) -> float:
         """Return a lower bound of a step under a schedule, in seconds.
@@ -121,7 +125,11 @@ class Counted:
             at_end += reduce
         if not cell.gathers_later:
             at_end += gather
-        return Least(step + at_end, paired + at_end, f, b, w)
+        state = 0.0
+        if not par.shards_grads:
+            state += mean.dense * bytes_of_parameter(cell, ())[0]
+            state += mean.experts * bytes_of_parameter(cell, (), experts=True)[0]
+        return Least(step + at_end, paired + at_end, f, b, w, state)
 
 
 def fill(least: Least, ranks: int, name: str, chunks: int | None) -> float:

@@ -64,7 +64,10 @@ class SearchResults:
         least: (bytes, candidate) of the plan without room that needs least memory.
         nearest: this plan, if no plan fits; None if it cannot be made.
         lost: {reason: number of plans that were rejected for this reason}.
-        stopped: whether the user interrupted the search.
+        stopped: how far the search came, in words, if it was stopped before its end; else "".
+        unlisted: layouts of more context parallelism than this were not listed for want of time; 0
+            if all were.
+        far: (plans that were looked at, all plans, or 0 if not known).
     """
 
     sketches: dict[tuple[Layout, Kind, bool], ExtrapolatedPlan] = field(default_factory=dict)
@@ -74,7 +77,9 @@ class SearchResults:
     least: tuple[float, CandidatePlan | None] = (inf, None)
     nearest: TimedPlan | None = None
     lost: Counter[str] = field(default_factory=Counter)
-    stopped: bool = False
+    stopped: str = ""
+    unlisted: int = 0
+    far: tuple[int, int] = (0, 0)
 
     @property
     def fastest(self) -> float | None:
@@ -122,6 +127,16 @@ class SearchResults:
         if other is None or sketch.step < other.step:
             self.sketches[key] = sketch
         self.lost[SLOWER] += other is not None
+
+    def stop(self, why: str) -> None:
+        """Note that the search ends early, by ctrl-C or by the time.
+
+        Args:
+            why: what has ended it; it stands behind how far the search came.
+        """
+        done, among = self.far
+        looked = f" at {done:,} of {among:,} plans" if among else " before it had listed all plans"
+        self.stopped = self.stopped or f"{looked}{why}"
 
     def take(self, made: TimedPlan | None, machine: Machine) -> None:
         """Store a finished plan if it fits and is the best of its layout and kind.

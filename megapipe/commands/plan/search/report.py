@@ -4,45 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from megapipe.commands.plan.pasted import CLOSE, pasted
 from megapipe.commands.plan.search.found import SearchResults, leaner
-from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
 from megapipe.commands.plan.verdict import HOST, NO_HOST, RESERVED, Machine
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.flags.flag import flags_of as all_flags
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.page import digest, in_short, numbers, recomputes
 from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule import Kind
 
-_ALWAYS = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "pipeline_schedule",
-    "micro_batch_size",
-)
-"""Fields that are printed even at their defaults; see flags_of."""
-_MODEL = (
-    "recompute_granularity",
-    "recompute_activations",
-    "recompute_modules",
-    "num_microbatches_with_partial_activation_checkpoints",
-    "sequence_parallel",
-    "tp_comm_overlap",
-)
-"""Fields of the model that a search chooses."""
 YOURS = "yours"
-CLOSE = 0.05
-"""Predictions cannot distinguish plans whose steps differ by less.
-
-Of 32 published pairs of layouts the ratio of the steps of 30 is predicted with a smaller error
-(tools/bench/published/pairs.py).
-"""
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
 NOT_SEARCHED = (
     "not searched: no plan has --pipeline-slices unless they are given, --vocab-parallel-pipeline "
@@ -51,6 +27,12 @@ NOT_SEARCHED = (
     "and --moe-grouped-gemm change nothing in any of them."
 )
 """What the user may try by hand."""
+SHARDED = (
+    "sharded: weights are gathered stage by stage, as FSDP does unit by unit. So a plan on 1 "
+    "pipeline rank has a schedule and --num-virtual-stages-per-pipeline-rank too: a virtual stage "
+    "is the layers that are gathered together. Nothing is sent between stages."
+)
+"""Why a plan without a pipeline has stages."""
 LeftOut = Callable[[Config], list[str]]
 """Returns the user's flags to leave out for a plan, by its configuration."""
 
@@ -112,6 +94,7 @@ def report(
     device: Device | None = None,
     yours: UserPlan | None = None,
     undone: LeftOut = _none,
+    take: str = "",
 ) -> str:
     """Return the text with the best plans, their flags to paste, and why the others are out.
 
@@ -121,9 +104,17 @@ def report(
         device: the device whose peak MFU is measured by; None for an H100.
         yours: the plan of the user's own flags; None to leave it out.
         undone: says which of the user's flags a plan cannot have.
+        take: a line on the plan to take, of those that are equal in time.
     """
     best = best_of(found)
-    ended = "the search was stopped; these are the best plans until then\n" if found.stopped else ""
+    ended = ""
+    if found.stopped:
+        ended = f"the search was stopped{found.stopped}; these are the best plans until then\n"
+    if found.unlisted:
+        ended += (
+            "there was no time to list all layouts of more context parallelism than "
+            f"{found.unlisted}: --search-seconds gives more, --fix and --among leave fewer\n"
+        )
     if not best and not any(found.lost.values()):
         return f"{ended}no plan of the search has what --fix, --among and --without ask for"
     device = device or Device()
@@ -133,7 +124,7 @@ def report(
             lines.append(f"least memory: {_summary(x, device)}")
             lines += [
                 f"      {machine.fits(x.plan, x.config)}",
-                f"      {' '.join(flags_of(x.config))}",
+                f"      {pasted(x.config)}",
             ]
         return "\n".join([*lines, *_notes(found)])
     first = best[0]
@@ -143,13 +134,17 @@ def report(
         if n > 1:
             lines.append(f"      {_slower(x, first)}")
         lines.append(f"      {machine.fits(x.plan, x.config)}")
-        lines.append(f"      {' '.join(flags_of(x.config))}")
+        lines.append(f"      {pasted(x.config)}")
         if without := undone(x.config):
             lines.append(f"      without these of yours: {' '.join(without)}")
     if yours is not None:
         lines += _of_yours(yours, best, machine, device)
+    if take:
+        lines.append(take)
     if first.moves:
         lines.append(_without(found, best, undone))
+    if any(x.config.parallel.use_megatron_fsdp for x in best):
+        lines.append(SHARDED)
     lines.append(f"the other plans: {_lost(found)}")
     return ended + "\n".join([*lines, *_notes(found), ERROR, NOT_SEARCHED])
 
@@ -243,7 +238,7 @@ def _without(found: SearchResults, best: list[TimedPlan], undone: LeftOut) -> st
     for n, other in enumerate(best, 1):
         if other is x:
             return f"{text}, number {n}"
-    text = f"{text}, {' '.join(flags_of(x.config))}"
+    text = f"{text}, {pasted(x.config)}"
     if left := undone(x.config):
         text += f", without these of yours: {' '.join(left)}"
     return text
@@ -293,70 +288,3 @@ def why(names: tuple[str, ...], best: list[TimedPlan], yours: UserPlan) -> str:
         )
         for row in rows
     )
-
-
-def chosen_fields(config: Config) -> dict[str, set[str]]:
-    """Return the configuration fields that a search chooses, by section such as "model"."""
-    chosen = {
-        "model": set(_MODEL),
-        "parallel": {field.name for field in fields(config.parallel)},
-        "batch": {"micro_batch_size"},
-    }
-    if config.model.has_experts:
-        chosen["model"].add("moe_token_dispatcher_type")
-    return chosen
-
-
-def flags_of(config: Config) -> list[str]:
-    """Return the choices of the search as flags to paste.
-
-    Pasted after the user's own flags they override these, so some are given at their defaults too.
-    A switch that is off cannot be written as a flag, and neither can None: `left_out` names the
-    user's flags to drop for that reason.
-    """
-    chosen = chosen_fields(config)
-    always = set(_ALWAYS)
-    if config.model.has_experts:
-        always |= {"moe_token_dispatcher_type", "expert_model_parallel_size"}
-    tokens: list[str] = []
-    for flag in all_flags(Config).values():
-        if flag.field not in chosen.get(flag.section, ()):
-            continue
-        value = config.value(flag.field)
-        if value != flag.default or (value is not None and flag.field in always):
-            if flag.count == "many":
-                values = value
-            elif flag.count == "none":
-                values = ()
-            else:
-                values = (value,)
-            tokens += flag.spell([str(v) for v in values])
-    return tokens
-
-
-def left_out(given: Config, config: Config) -> list[str]:
-    """Return the user's flags that would change a plan even with the plan's flags after them.
-
-    Args:
-        given: the configuration of the user's own flags with the plan's flags after them.
-        config: the configuration of the plan.
-    """
-    chosen = chosen_fields(config)
-    # What one tensor-parallel rank has nothing to do with may stay.
-    idle = set[str]()
-    if config.parallel.tensor_model_parallel_size == 1:
-        idle = {"sequence_parallel", "tp_comm_overlap"}
-    # Passes of the table reduce and gather, and overlap by themselves.
-    if config.parallel.use_megatron_fsdp:
-        idle |= {*OVERLAP}
-    names = []
-    for name, flag in all_flags(Config).items():
-        if flag.field not in chosen.get(flag.section, ()):
-            continue
-        # Which flag shards the optimizer makes no difference where another one shards it too.
-        same = flag.field == "use_distributed_optimizer" and config.parallel.use_megatron_fsdp
-        if flag.field in idle or same:
-            continue
-        if given.value(flag.field) != config.value(flag.field):
-            names.append(name)
-    return names

@@ -14,9 +14,11 @@ without. Otherwise one kind that is a percent ahead would fill the whole list.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
+from math import inf
 from operator import attrgetter
 
 from megapipe.commands.plan.search.asked import ANYTHING, SearchRestrictions
@@ -41,6 +43,7 @@ from megapipe.commands.plan.search.screen import (
     ExtrapolatedPlan,
     Screen,
 )
+from megapipe.commands.plan.search.telling import TimeIsUp, ends_within, settle
 from megapipe.commands.plan.search.workers import Workers
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
@@ -56,6 +59,11 @@ MICRO = 16
 """The largest micro batch, in sequences."""
 SLOWEST = 1.5
 """A plan that takes this many times the best one's step is not reported, whatever its kind."""
+_LISTED = 0.35
+_JUDGED = 0.75
+"""Shares of the seconds of a search after which no more plans are listed, and none is judged."""
+_FEW = 3
+"""Plans of each kind that are made after a search was stopped."""
 
 
 def search(
@@ -68,10 +76,11 @@ def search(
     *,
     asked: SearchRestrictions = ANYTHING,
     jobs: int = 1,
+    seconds: float = inf,
 ) -> SearchResults:
     """Search all layouts, recomputation and schedules for the plans of the shortest steps.
 
-    Ctrl-C ends the search, and the best plans so far are returned.
+    Ctrl-C or the time ends the search, and the best plans so far are returned.
 
     Args:
         config: the model, its data and its batch. Of the layout only the overlap of data-parallel
@@ -83,8 +92,20 @@ def search(
             or None). At the end a name for the plans is added.
         asked: the user's restrictions of the search.
         jobs: processes that judge plans.
+        seconds: the search ends after about so many seconds.
     """
     found = SearchResults()
+    ends = time.monotonic() + seconds
+
+    def left(share: float = 1.0) -> float:
+        # Seconds until this share of the time is over.
+        return ends - (1 - share) * seconds - time.monotonic() if seconds < inf else inf
+
+    def told(done: int, among: int, best: float | None, *what: str) -> None:
+        if not what:
+            found.far = done, among
+        tell(done, among, best, *what)
+
     counted = Counted()
     own = config.parallel
     if HIDING not in asked.without:
@@ -98,49 +119,73 @@ def search(
             if first is not None:
                 found.keep(first)
                 # How many plans there are is not known yet.
-                tell(1, 0, first.step)
+                told(1, 0, first.step)
         cells = []
-        candidates += _candidates(config, gpus, vocab, device, found, cells, counted, asked)
+        # If nothing fits, the report names the plan that needs least, and all have to be judged.
+        room = machine.limit if found.sketches else inf
+        listed = _candidates(config, gpus, vocab, device, found, cells, counted, asked, room)
+        for candidate in listed:
+            candidates.append(candidate)
+            if left(_LISTED) < 0:
+                found.unlisted = cells[-1].parallel.context_parallel_size
+                break
     except KeyboardInterrupt:
-        found.stopped = True
-        jobs = 1
+        found.stop("")
+        settle()
     screen = Screen(cells, device, machine, counted, own)
-    with Workers(screen, jobs) as workers:
-        if not found.stopped:
-            _judge(Judging(found, workers, cells, tell), candidates, asked)
-        if found.stopped:
-            # The processes may be in the middle of an answer that nobody waits for.
-            workers = Workers(screen, 1)
-        _finish(found, workers, screen, asked, tell)
+    if not found.stopped:
+        with Workers(screen, jobs) as workers:
+            _judge(Judging(found, workers, cells, told), candidates, asked, left(_JUDGED))
+            if not found.stopped:
+                _finish(found, workers, screen, asked, told, left(1.0))
+    # A stopped process may be in the middle of an answer that nobody waits for.
+    if found.stopped:
+        with Workers(screen, jobs) as workers:
+            _finish(found, workers, screen, asked, told, left(1.0))
     return found
 
 
-def _judge(judging: Judging, candidates: list[CandidatePlan], asked: SearchRestrictions) -> None:
+def _judge(
+    judging: Judging, candidates: list[CandidatePlan], asked: SearchRestrictions, seconds: float
+) -> None:
     """Try all candidates. Plans that need too much memory are tried a second time.
 
     The second time, single activations are offloaded or recomputed, unless the flags have --without
-    moves. Ctrl-C ends the search, and `SearchResults.stopped` is set.
+    moves. Ctrl-C or the time ends the search, and `SearchResults.stopped` is set.
 
     Args:
         judging: tries the candidates, and holds the results so far in `found`.
         asked: the user's restrictions of the search.
+        seconds: after so many seconds it ends.
     """
     found = judging.found
     try:
-        judging.judge(candidates)
-        if "moves" not in asked.without:
-            moved = found.tight
-            found.tight = []
-            judging.judge(moved, before=len(candidates))
-        found.lost[OUT_OF_MEMORY] += len(found.tight)
+        with ends_within(seconds):
+            judging.judge(candidates)
+            if "moves" not in asked.without:
+                moved = found.tight
+                found.tight = []
+                judging.judge(moved, before=len(candidates))
+            found.lost[OUT_OF_MEMORY] += len(found.tight)
+    except TimeIsUp:
+        found.stop(" when its time was over")
     except KeyboardInterrupt:
-        found.stopped = True
+        found.stop("")
+        settle()
 
 
 def _finish(
-    found: SearchResults, workers: Workers, screen: Screen, asked: SearchRestrictions, tell: Tell
+    found: SearchResults,
+    workers: Workers,
+    screen: Screen,
+    asked: SearchRestrictions,
+    tell: Tell,
+    seconds: float,
 ) -> None:
     """Compute the best plans again as a run would. Until now their steps are extrapolated.
+
+    Of a stopped search fewer plans are computed. Ctrl-C or the time ends this too; at least one
+    plan is computed then.
 
     Args:
         found: has the extrapolated plans in `sketches`, and gets the new plans in `best`.
@@ -148,6 +193,7 @@ def _finish(
         screen: has the device and its memory.
         asked: the user's restrictions of the search.
         tell: called with (plans so far, all these plans, seconds of the best step, their name).
+        seconds: after so many seconds it ends.
     """
     _, nearest = found.least
     if not found.sketches and nearest is not None:
@@ -156,13 +202,54 @@ def _finish(
             found.nearest = of_run(cell, screen.device)
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
-    chosen: dict[int, ExtrapolatedPlan] = {id(x): x for x in ranked[:BEST]}
+    plans, small = _to_make(ranked, asked, few=bool(found.stopped))
+    among = len(plans) + len(small)
+    what = "tables of the best plans"
+    if found.stopped:
+        what += " (ctrl-C ends this too)"
+
+    def told(done: int) -> None:
+        tell(done, among, found.fastest, what)
+
+    told(0)
+    # In the order of the plans, whichever is ready first: of equal steps the first one counts.
+    made: dict[int, TimedPlan | None] = {}
+    try:
+        with ends_within(seconds):
+            workers.ask(_made, plans, 1, told, made.__setitem__)
+            for n, x in enumerate(small, len(plans)):
+                with suppress(ConfigError, ScheduleError):
+                    one = any_order(x.config, screen.device, screen.machine.limit)
+                    made[n] = with_fewest_flags(one, screen.own, screen.device)
+                told(n + 1)
+    except KeyboardInterrupt as ended:
+        found.stop(" when its time was over" if isinstance(ended, TimeIsUp) else "")
+    if plans and not made:
+        made[0] = _made(screen, plans[0])
+    for _, one_made in sorted(made.items()):
+        found.take(one_made, screen.machine)
+
+
+def _to_make(
+    ranked: list[ExtrapolatedPlan], asked: SearchRestrictions, *, few: bool
+) -> tuple[list[ExtrapolatedPlan], list[ExtrapolatedPlan]]:
+    """Return the plans to compute as a run would, the best ones first.
+
+    Args:
+        ranked: plans with extrapolated steps, fastest first.
+        asked: the user's restrictions of the search.
+        few: leave out what takes long.
+    Returns: (plans, plans whose order of passes is to be searched in addition).
+    """
+    chosen: dict[int, ExtrapolatedPlan] = {id(x): x for x in ranked[: _FEW if few else BEST]}
     # Of each kind some, as a run may make a plan slower than its sketch, or may not make it.
     for kind in {x.kind for x in ranked}:
         of_kind = [x for x in ranked if x.kind == kind]
-        chosen |= {id(x): x for x in of_kind[:OF_KIND]}
+        chosen |= {id(x): x for x in of_kind[: 1 if few else OF_KIND]}
         # Without moved activations too: a plan that fits as it is may be preferred.
         chosen |= {id(x): x for x in [x for x in of_kind if not x.moves][:1]}
+    if few:
+        return [*chosen.values()], []
     for x in leaner(ranked):
         chosen[id(x)] = x
     plans = [*chosen.values(), *hiding(ranked, asked)]
@@ -170,19 +257,7 @@ def _finish(
     small: list[ExtrapolatedPlan] = []
     if asked.allows_schedule(SEARCHES):
         small = [x for x in ranked[:BEST] if x.layout[2] > 1 and _is_small(x) and not x.kind[0]][:2]
-    among = len(plans) + len(small)
-
-    def told(done: int) -> None:
-        tell(done, among, found.fastest, "tables of the best plans")
-
-    told(0)
-    for made in workers.ask(_made, plans, 1, told):
-        found.take(made, screen.machine)
-    for n, x in enumerate(small, len(plans) + 1):
-        with suppress(ConfigError, ScheduleError):
-            made = any_order(x.config, screen.device, screen.machine.limit)
-            found.take(with_fewest_flags(made, screen.own, screen.device), screen.machine)
-        told(n)
+    return plans, small
 
 
 def _made(screen: Screen, x: ExtrapolatedPlan) -> TimedPlan | None:
@@ -207,6 +282,7 @@ def _candidates(
     cells: list[Config],
     counted: Counted,
     asked: SearchRestrictions,
+    room: float = inf,
 ) -> Iterator[CandidatePlan]:
     """Yield each plan to try, and append its parallel sizes with recomputation to `cells`.
 
@@ -216,9 +292,11 @@ def _candidates(
         found: gets the number of layouts that a run refuses.
         counted: the work of the layers of each cell.
         asked: the user's restrictions of the search.
+        room: bytes of a device. Plans whose state alone needs more are left out.
     """
     batch = config.global_batch_size
-    for pp, cp, tp in product(divisors(gpus), repeat=3):
+    # Context parallelism last: a search without time for all layouts then has the likely ones.
+    for cp, pp, tp in product(divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)
         # Tensor parallelism across nodes never pays.
         if tp > device.node or gpus % (tp * cp * pp) or pp > config.model.layers or batch % dp:
@@ -244,6 +322,10 @@ def _candidates(
                 if not names:
                     continue
                 least = counted.least(cell, device)
+                # Of thousands of layouts of a large model few have room for its state alone.
+                if least.state > room:
+                    found.lost[OUT_OF_MEMORY] += len(names)
+                    continue
                 cells.append(cell)
                 for name, chunks in names:
                     work = least.work(name)

@@ -1,14 +1,55 @@
-"""Say how far a search is: a bar on a terminal, else a line now and then."""
+"""Say how far a search is: a bar on a terminal, else a line now and then. End it in time."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from math import inf
 
 from megapipe.commands.progress import Progress
 
 _EVERY = 10.0
 """Seconds between two lines."""
+_TWICE = 0.3
+"""Seconds in which a second interrupt is taken for a copy of the first."""
+
+
+class TimeIsUp(KeyboardInterrupt):
+    """The seconds of a search are over. It ends as by ctrl-C."""
+
+
+@contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """Raise TimeIsUp in this block after so many seconds; inf for never.
+
+    An alarm interrupts a process that waits for others, and one in the middle of a long table.
+    """
+    if seconds == inf:
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def settle() -> None:
+    """Wait until a second copy of an interrupt has come.
+
+    The program `timeout` sends a signal to a process and to its group.
+    """
+    with suppress(KeyboardInterrupt):
+        time.sleep(_TWICE)
 
 
 class Telling:

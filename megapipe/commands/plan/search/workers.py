@@ -62,6 +62,7 @@ class Workers:
         questions: Sequence[Question],
         size: int | None = None,
         tell: Callable[[int], None] = lambda done: None,
+        take: Callable[[int, Answer], None] = lambda number, answer: None,
     ) -> list[Answer]:
         """Return the answers to all questions, in their order.
 
@@ -70,11 +71,14 @@ class Workers:
                 be a module-level function, so that it can be pickled.
             size: number of questions that a process gets at once. None for a quarter of its share.
             tell: called with the number of answers so far, whenever there are more.
+            take: called with (index of a question, its answer) as soon as there is one, for a
+                caller that may not wait for all.
         """
         if not self._ends:
             alone = []
             for question in questions:
                 alone.append(answer(self._state, question))
+                take(len(alone) - 1, alone[-1])
                 tell(len(alone))
             return alone
         # Questions next to each other often share a cell's plan, so they are asked in blocks. Some
@@ -94,13 +98,16 @@ class Workers:
                 asked[end] = number
             for ready in wait([*asked]):
                 assert isinstance(ready, Connection)
+                number = asked.pop(ready)
                 try:
-                    found[asked.pop(ready)] = ready.recv()
+                    found[number] = ready.recv()
                 except EOFError:
                     raise ConfigError(
                         "a process of --search was killed, perhaps for want of memory. "
                         "Try --search-jobs 1."
                     ) from None
+                for n, one in enumerate(found[number]):
+                    take(number * size + n, one)
                 idle.append(ready)
                 tell(sum(map(len, found)))
         return [one for block in found for one in block]

@@ -1,0 +1,136 @@
+"""Say the flags of a found plan, what they change of the user's flags, and which plan to take."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+
+from megapipe.commands.plan.search.hiding import OVERLAP
+from megapipe.config import Config
+from megapipe.flags.flag import flags_of as all_flags
+from megapipe.plan.seconds.step import TimedPlan
+from megapipe.schedule.catalogue import PLAIN
+
+_ALWAYS = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "pipeline_schedule",
+    "micro_batch_size",
+)
+"""Fields that are printed even at their defaults; see flags_of."""
+_MODEL = (
+    "recompute_granularity",
+    "recompute_activations",
+    "recompute_modules",
+    "num_microbatches_with_partial_activation_checkpoints",
+    "sequence_parallel",
+    "tp_comm_overlap",
+)
+"""Fields of the model that a search chooses."""
+CLOSE = 0.05
+"""Predictions cannot distinguish plans whose steps differ by less.
+
+Of 32 published pairs of layouts the ratio of the steps of 30 is predicted with a smaller error
+(tools/bench/published/pairs.py).
+"""
+
+
+def chosen_fields(config: Config) -> dict[str, set[str]]:
+    """Return the configuration fields that a search chooses, by section such as "model"."""
+    chosen = {
+        "model": set(_MODEL),
+        "parallel": {field.name for field in fields(config.parallel)},
+        "batch": {"micro_batch_size"},
+    }
+    if config.model.has_experts:
+        chosen["model"].add("moe_token_dispatcher_type")
+    return chosen
+
+
+def flags_of(config: Config) -> list[str]:
+    """Return the choices of the search as flags to paste.
+
+    Pasted after the user's own flags they override these, so some are given at their defaults too.
+    A switch that is off cannot be written as a flag, and neither can None: `left_out` names the
+    user's flags to drop for that reason.
+    """
+    chosen = chosen_fields(config)
+    always = set(_ALWAYS)
+    if config.model.has_experts:
+        always |= {"moe_token_dispatcher_type", "expert_model_parallel_size"}
+    tokens: list[str] = []
+    for flag in all_flags(Config).values():
+        if flag.field not in chosen.get(flag.section, ()):
+            continue
+        value = config.value(flag.field)
+        if value != flag.default or (value is not None and flag.field in always):
+            if flag.count == "many":
+                values = value
+            elif flag.count == "none":
+                values = ()
+            else:
+                values = (value,)
+            tokens += flag.spell([str(v) for v in values])
+    return tokens
+
+
+def left_out(given: Config, config: Config) -> list[str]:
+    """Return the user's flags that would change a plan even with the plan's flags after them.
+
+    Args:
+        given: the configuration of the user's own flags with the plan's flags after them.
+        config: the configuration of the plan.
+    """
+    chosen = chosen_fields(config)
+    # What one tensor-parallel rank has nothing to do with may stay.
+    idle = set[str]()
+    if config.parallel.tensor_model_parallel_size == 1:
+        idle = {"sequence_parallel", "tp_comm_overlap"}
+    # Passes of the table reduce and gather, and overlap by themselves.
+    if config.parallel.use_megatron_fsdp:
+        idle |= {*OVERLAP}
+    names = []
+    for name, flag in all_flags(Config).items():
+        if flag.field not in chosen.get(flag.section, ()):
+            continue
+        # Which flag shards the optimizer makes no difference where another one shards it too.
+        same = flag.field == "use_distributed_optimizer" and config.parallel.use_megatron_fsdp
+        if flag.field in idle or same:
+            continue
+        if given.value(flag.field) != config.value(flag.field):
+            names.append(name)
+    return names
+
+
+def pasted(config: Config) -> str:
+    """Return the choices of the search as a text for a shell, which may hold | and quotes."""
+    return shlex.join(flags_of(config))
+
+
+def changed(own: Config, config: Config) -> list[str]:
+    """Return the flags of a plan whose values differ from the user's own.
+
+    Args:
+        own: the configuration of the user's own flags.
+        config: the configuration of the plan.
+    """
+    # Without these flags a run has the same values.
+    schedule = own.parallel.pipeline_schedule or PLAIN
+    micro = own.batch.micro_batch_size or 1
+    own = own.with_fields(pipeline_schedule=schedule, micro_batch_size=micro)
+    return left_out(own, config)
+
+
+def to_take(best: Sequence[TimedPlan], own: Config) -> int:
+    """Return the index of the plan to take among those that are equal in time to the first.
+
+    It changes the fewest of the user's own flags. Of several such plans it needs the least memory.
+
+    Args:
+        best: the plans of the report, fastest first.
+        own: the configuration of the user's own flags.
+    """
+    equal = [n for n, x in enumerate(best) if x.step < (1 + CLOSE) * best[0].step]
+    return min(equal, key=lambda n: (len(changed(own, best[n].config)), best[n].peak))

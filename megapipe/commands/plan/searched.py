@@ -1,0 +1,240 @@
+"""Search for the best plans, as `megapipe plan --search` does, and say what was found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megapipe.checks.inputs import answer, ask
+from megapipe.checks.run import flag_problems
+from megapipe.checks.vocabulary import vocabulary, with_vocabulary
+from megapipe.commands.plan.one_change import one_change
+from megapipe.commands.plan.pasted import CLOSE, changed, flags_of, left_out, to_take
+from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
+from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.hiding import OVERLAP
+from megapipe.commands.plan.search.report import YOURS, UserPlan, best_of, report, why
+from megapipe.commands.plan.search.search import search
+from megapipe.commands.plan.search.sliced import try_slices
+from megapipe.commands.plan.search.telling import Telling
+from megapipe.commands.plan.verdict import Machine, MemoryFlags, at_other_times
+from megapipe.config import Config, ParallelConfig
+from megapipe.config.layers import inline
+from megapipe.data.tokenizers.tokenizer import build_tokenizer
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.flags.parse import read
+from megapipe.plan.seconds.device import Device, device_of
+from megapipe.plan.seconds.page import digest, in_short
+from megapipe.plan.seconds.page import numbers as seconds_of
+from megapipe.plan.seconds.step import TimedPlan
+from megapipe.plan.shapes.slices import number_of
+
+
+@dataclass(frozen=True)
+class SearchFlags(MemoryFlags):
+    """The flags of `megapipe plan` on its search. `wrong_bounds` says which numbers cannot be."""
+
+    search: bool = False
+    """Search for the best plans on --world-size devices of --memory-gib, of several kinds, and
+    compare the plan of the run's own layout flags with them."""
+    fix: tuple[str, ...] = ()
+    """With --search: axes that keep the value of the run's own flags, of tp, cp, pp, micro, ep,
+    etp, schedule, recompute and sharding."""
+    among: tuple[str, ...] = ()
+    """With --search: values that an axis may have, such as tp=2,4 pp=1..8 schedule=1f1b,zb-v
+    recompute=none sharding=no."""
+    without: tuple[str, ...] = ()
+    """With --search: schedules to leave out, and sharding, moves (activations offloaded or
+    recomputed one by one), pipeline, recompute, or
+    hiding (of communication: by pairs of passes, --tp-comm-overlap or --overlap-grad-reduce)."""
+    why: tuple[str, ...] = ()
+    """With --search: compare two plans of the list by cause, such as 1 3 or 1 yours."""
+    search_jobs: int | None = None
+    """Processes of --search. Default: the number of cores."""
+    search_seconds: float = 600.0
+    """End a search after about so many seconds, with the best plans until then."""
+
+    def wrong_bounds(self) -> Iterator[str]:
+        """Yield a text for each number out of range."""
+        if self.search_jobs is not None and not 1 <= self.search_jobs <= 1024:
+            yield f"--search-jobs must be from 1 to 1024, got {self.search_jobs}."
+        if not 1 <= self.search_seconds <= 1e7:
+            yield f"--search-seconds must be from 1 to 1e7, got {self.search_seconds:g}."
+
+
+class Sought(NamedTuple):
+    """The question of a search: a run, its devices, and restrictions.
+
+    Attributes:
+        config: the run without its layout.
+        devices: the number of processes.
+        asked: the restrictions of the search.
+    """
+
+    config: Config
+    devices: int
+    asked: SearchRestrictions
+
+
+def sought(own: Config, flags: SearchFlags) -> Sought:
+    """Return the question of a search: the model, the number of devices and the restrictions.
+
+    Args:
+        own: the configuration of the user's flags for training.
+        flags: the flags of the command itself, such as --fix and --without.
+    Raises: ConfigError with every problem of the flags.
+    """
+    problems: list[str] = []
+    if own.parallel.pipeline_slices is not None:
+        problems += ask(lambda: number_of(own))
+    # The search chooses the layout, so the user's is put aside before the checks.
+    config = replace(own.with_fields(micro_batch_size=1), parallel=ParallelConfig())
+    problems = [*flag_problems(config), *problems]
+    if config.batch.global_batch_size is None:
+        problems.append(
+            "--search needs --global-batch-size, which every plan keeps. "
+            "Add --global-batch-size 512."
+        )
+    devices = config.check.world_size
+    if devices is None:
+        problems.append("--search needs --world-size, the number of devices. Add --world-size 64.")
+    asked, wrong = answer(lambda: asked_of(flags.fix, flags.among, flags.without, own))
+    problems += wrong
+    if problems or devices is None or asked is None:
+        raise ConfigError(problems)
+    # A plan with such communication keeps the user's overlap of it.
+    overlap = {name: getattr(own.parallel, name) for name in OVERLAP}
+    return Sought(config.with_fields(**overlap), devices, asked)
+
+
+def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Search for the best plans.
+
+    Args:
+        own: the configuration of the user's flags.
+        argv: the run's flags on the command line. The report names those that do not go with the
+            found plans.
+    Returns: (the report as text, the numbers as JSON: "plans" has the best ones, "yours" the user's
+        own plan or None, with "one_change", and "take" the plan to take: its number from 1 in
+        "plans", "yours", or None without plans).
+    Raises: ConfigError with every problem of the flags.
+    """
+    config, devices, asked = sought(own, flags)
+    device = device_of(config) or Device()
+    slices = own.parallel.pipeline_slices
+    # Problems of the tokenizer are reported in words, and the search goes on.
+    size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
+    config = config.with_batch(config.global_batch_size)
+    config = replace(config, model=inline(config.model))
+    machine = flags.machine(device, devices)
+    jobs = flags.search_jobs or os.cpu_count() or 1
+    # The user's own plan is the first that is known, after seconds.
+    yours = _yours(own, devices, size, device, machine)
+    telling = Telling()
+    if yours.plan is not None:
+        telling.first(f"yours: {in_short(seconds_of(yours.plan, device))}")
+    found = search(
+        config,
+        devices,
+        machine,
+        device,
+        size,
+        telling,
+        asked=asked,
+        jobs=jobs,
+        seconds=flags.search_seconds,
+    )
+    # Slices are tried for the best layouts alone, as they multiply the tables.
+    if slices is not None:
+        try_slices(found, slices, machine, device, config.parallel)
+    best = best_of(found)
+    numbers: dict[str, Any] = {
+        "plans": [_row(x) | {"leave_out": _left_out(argv, x.config)} for x in best],
+        "yours": None,
+        "take": None,
+    }
+    if yours.plan is not None:
+        numbers["yours"] = _row(yours.plan) | {"leave_out": [], "one_change": yours.changes}
+    take = ""
+    if best:
+        numbers["take"], take = _take(best, own, yours, machine)
+    assumed = f"{device.assumed}, {device.to_host}"
+    text = [f"{devices} devices of {machine}; assumed: {assumed}", *said]
+    text.append(report(found, machine, device, yours, lambda one: _left_out(argv, one), take=take))
+    if flags.why:
+        text.append(why(flags.why, best, yours))
+    return "\n".join(text), numbers
+
+
+def _row(x: TimedPlan) -> dict[str, Any]:
+    """Return the numbers of a plan as JSON."""
+    return {
+        "step_s": x.step,
+        "peak_bytes": x.peak,
+        "schedule": x.schedule,
+        **at_other_times(x.plan, x.config),
+        "parts_s": x.parts,
+        "flags": flags_of(x.config),
+        "plan": digest(x.plan, x.config),
+    }
+
+
+def _take(
+    best: list[TimedPlan], own: Config, yours: UserPlan, machine: Machine
+) -> tuple[int | str, str]:
+    """Return (number of the plan to take or "yours", a line for the report).
+
+    The line is empty if no other plan is equal in time.
+
+    Args:
+        best: the plans of the report, fastest first.
+        own: the configuration of the user's flags.
+        yours: the plan of these flags.
+        machine: the memory of a device and of a host.
+    """
+    limit = (1 + CLOSE) * best[0].step
+    mine = yours.plan
+    is_close = mine is not None and mine.step < limit and mine.peak <= machine.limit
+    if mine is not None and is_close and not machine.refuses(mine.plan, mine.config):
+        return YOURS, f"take {YOURS}: no plan is faster by more than predictions can tell"
+    taken = to_take(best, own)
+    equal = sum(x.step < limit for x in best)
+    if equal == 1:
+        return 1, ""
+    count = len(changed(own, best[taken].config))
+    return taken + 1, (
+        f"take {taken + 1}: of the {equal} plans equal in time it changes fewest of your flags "
+        f"({count}), and of several such plans it needs least memory"
+    )
+
+
+def _left_out(argv: Sequence[str], config: Config) -> list[str]:
+    """Return the flags of `argv`, such as a switch, that a plan's flags after them cannot undo."""
+    return left_out(read(Config, [*argv, *flags_of(config)]).value, config)
+
+
+def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machine) -> UserPlan:
+    """Return the plan of the user's own flags, for comparison.
+
+    The result is empty, `UserPlan()`, if no flag gives a layout such as
+    --pipeline-model-parallel-size.
+
+    Args:
+        devices: the number of processes.
+        vocab: the size of the tokenizer.
+        machine: the memory of a device and of a host.
+    """
+    if own.parallel == ParallelConfig() and own.batch.micro_batch_size is None:
+        return UserPlan()
+    # Plans of the search have no measured times, and this one is compared with them.
+    config = replace(own.with_fields(pipeline_costs=None), world_size=devices)
+    try:
+        if problems := flag_problems(config):
+            raise ConfigError(problems)
+        config = with_vocabulary(config.with_batch(config.global_batch_size), vocab)
+        mine = of_run(config, device)
+        return UserPlan(mine, changes=tuple(one_change(mine, device, machine)))
+    except (ConfigError, ScheduleError) as error:
+        return UserPlan(refused=" ".join(str(error).split()))

@@ -1,0 +1,78 @@
+"""A search that ends before all plans are judged, and the plan to take."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import replace
+
+import pytest
+
+from megapipe.commands.plan.pasted import changed, flags_of, pasted, to_take
+from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of, joined
+from megapipe.commands.plan.search.report import report
+from megapipe.commands.plan.search.search import search
+from megapipe.commands.plan.verdict import Machine
+from megapipe.config import Config
+from megapipe.flags.parse import parse
+from megapipe.plan import GIB
+
+
+def test_a_second_interrupt_ends_the_search_with_the_plan_that_it_has():
+    """The program `timeout` sends two at once, and nothing was printed after three minutes."""
+    config = parse(Config, [*MODEL.split(), "--global-batch-size", "8"])
+
+    def interrupted(done, among, best, *last):
+        if best is not None and (done or not last):
+            raise KeyboardInterrupt
+
+    found = search(config, 4, Machine(GIB), SLOW, 1000, interrupted)
+    assert found.stopped
+    assert len(found.best) == 1
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_search_ends_when_its_time_is_over_and_says_what_it_has_not_seen(jobs):
+    """DeepSeek-V3 on 2,048 devices was listed for minutes and judged for hours."""
+    config = parse(Config, [*MODEL.split(), "--global-batch-size", "8"])
+    began = time.monotonic()
+    found = search(config, 64, Machine(GIB), SLOW, 1000, jobs=jobs, seconds=0.01)
+    taken = time.monotonic() - began
+    whole = search(config, 64, Machine(GIB), SLOW, 1000, jobs=jobs, seconds=1e6)
+    assert taken < time.monotonic() - began - taken
+    assert not whole.stopped
+    assert found.best
+    first, second, *_ = report(found, Machine(GIB)).splitlines()
+    assert first.endswith(" when its time was over; these are the best plans until then")
+    assert second.startswith("there was no time to list all layouts of more context parallelism than 1: ")
+
+
+def test_values_of_an_axis_that_is_given_twice_add_up():
+    """The second --among replaced the first, and nothing said so."""
+    assert asked_of((), ("tp=1", "tp=2..3", "pp=4"), (), Config()).numbers("tp") == [1, 2, 3]
+    words = ["--among", "tp=1", "x=2", "--lr", "1", "--fix=pp", "ep", "--among", "pp=3"]
+    assert joined(words, ("--among", "--fix")) == ["--lr", "1", "--among", "tp=1", "x=2", "pp=3", "--fix", "pp", "ep"]
+
+
+def test_of_plans_equal_in_time_the_one_with_fewest_changes_is_taken_and_then_the_leanest():
+    own = parse(Config, [*MODEL.split(), "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"])
+    found = search(own, 2, Machine(GIB), SLOW, 1000, asked=SearchRestrictions(among={"pp": frozenset("2")}))
+    first = min(found.best.values(), key=lambda x: x.step)
+
+    def plan(percent: int, peak: float, **changes):
+        return replace(first, step=(1 + percent / 100) * first.step, peak=peak, config=own.with_fields(**changes))
+
+    far = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "pipeline_schedule": "1f1b"}
+    near = {"pipeline_schedule": "zb-h1", "micro_batch_size": 1}
+    best = [plan(0, 5.0, **far), plan(1, 3.0, **near), plan(4, 2.0, **near), plan(6, 1.0)]
+    assert to_take(best, own) == 2
+    assert to_take(best[:2], own) == 1
+    assert changed(own, best[0].config) == ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
+    assert changed(own, own.with_fields(pipeline_schedule="1f1b")) == []
+
+
+def test_a_plans_flags_are_text_for_a_shell():
+    """A layout has the | of a pipe, and was printed without quotes."""
+    config = parse(Config, [*MODEL.split(), "--pipeline-model-parallel-layout", "Et|(t|)*2tL"])
+    assert shlex.split(pasted(config)) == flags_of(config)
+    assert "'Et|(t|)*2tL'" in pasted(config)
