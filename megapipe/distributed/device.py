@@ -113,11 +113,6 @@ def memory_of(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def memory_here() -> int | None:
-    """Return the bytes of memory of this machine's first GPU; None without GPUs."""
-    return memory_of(torch.device("cuda", 0)) if _num_gpus() else None
-
-
 def lacks_memory(error: Exception) -> bool:
     """Return whether an error says that there was no memory for a tensor, on a GPU or the host."""
     # torch has no exception class for missing memory of the host.

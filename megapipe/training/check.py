@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+import torch
+
 from megapipe.checkpoint.commit import refuse_without_room
 from megapipe.checkpoint.lock import refuse_living
 from megapipe.checkpoint.save_load import find_checkpoint, refuse_load, refuse_save
@@ -25,7 +27,7 @@ from megapipe.data.build import Datasets, Part, build_datasets, build_part, open
 from megapipe.data.files import nearest_folder
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.tokenizers.tokenizer import Tokenizer
-from megapipe.distributed.device import built_for_cpus, has_cuda, memory_here
+from megapipe.distributed.device import built_for_cpus, has_cuda, memory_of
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
@@ -210,6 +212,11 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         graphs_line(as_run, plan.schedule, device_type),
     ]
     return "\n".join(line for line in lines if line)
+
+
+def memory_here() -> int | None:
+    """Return the bytes of memory of this machine's first GPU; None without GPUs."""
+    return memory_of(torch.device("cuda", 0)) if has_cuda() else None
 
 
 def _memory(config: Config, plan: Plan) -> str:

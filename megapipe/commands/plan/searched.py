@@ -1,4 +1,4 @@
-"""Search for the best plans, as `megapipe plan --search` does, and say what was found."""
+"""Search for the best plans, as `megapipe plan --search` does, and describe the plans."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SearchFlags(MemoryFlags):
     search_jobs: int | None = None
     """Processes of --search. Default: the number of cores."""
     search_seconds: float = 600.0
-    """End a search after about so many seconds, with the best plans until then."""
+    """The most seconds of a search, approximately. It ends with the best plans until then."""
 
     def wrong_bounds(self) -> Iterator[str]:
         """Yield a text for each number out of range."""
@@ -114,8 +114,8 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
 
     Args:
         own: the configuration of the user's flags.
-        argv: the run's flags on the command line. The report names those that do not go with the
-            found plans.
+        argv: the run's flags on the command line. The report names the flags that do not go
+            with the found plans.
     Returns: (the report as text, the numbers as JSON: "plans" has the best ones, "yours" the user's
         own plan or None, with "one_change", and "take" the plan to take: its number from 1 in
         "plans", "yours", or None without plans).

@@ -88,7 +88,7 @@ def page(plan: Plan, config: Config, device: Device) -> str:
 
 
 def save_seconds(size: float, device: Device | None) -> str:
-    """Return the seconds of a first save, which steps wait for, in words; or what is missing.
+    """Return the seconds of a first save, which steps wait for, in words; or which rate is missing.
 
     Args:
         size: bytes of a checkpoint.
@@ -130,7 +130,7 @@ def numbers(one: TimedPlan, device: Device) -> dict[str, Any]:
         device: the device, whose peak FLOP/s count for MFU.
     Returns: `seconds` of a step, `tokens_per_second` of all devices, `mfu` of the device's peak,
         `bubble` as a fraction of the step, and `shares`: {cause: its fraction of the step}. The
-        shares add up to 1, and those of WAITS to the bubble. If stages of other sizes suit the
+        shares add up to 1, and the shares of WAITS to the bubble. If stages of other sizes suit the
         schedule better than equal ones, the share of "unequal stages" is negative.
     """
     config = one.config

@@ -177,7 +177,7 @@ def joined(argv: Sequence[str], names: Iterable[str]) -> list[str]:
     for word in argv:
         name, equals, value = word.partition("=")
         if name in values:
-            # The flag moves behind what was given until now.
+            # The flag moves to the end of the line.
             into = values[name]
             into += [value] * bool(equals)
         else:

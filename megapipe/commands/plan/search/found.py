@@ -132,7 +132,7 @@ class SearchResults:
         """Note that the search ends early, by ctrl-C or by the time.
 
         Args:
-            why: what has ended it; it stands behind how far the search came.
+            why: what has ended it; the text begins with how far the search came.
         """
         done, among = self.far
         looked = f" at {done:,} of {among:,} plans" if among else " before it had listed all plans"

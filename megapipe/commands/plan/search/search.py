@@ -92,7 +92,7 @@ def search(
             or None). At the end a name for the plans is added.
         asked: the user's restrictions of the search.
         jobs: processes that judge plans.
-        seconds: the search ends after about so many seconds.
+        seconds: the most seconds of the search, approximately.
     """
     found = SearchResults()
     ends = time.monotonic() + seconds
@@ -156,7 +156,7 @@ def _judge(
     Args:
         judging: tries the candidates, and holds the results so far in `found`.
         asked: the user's restrictions of the search.
-        seconds: after so many seconds it ends.
+        seconds: the most seconds that this may take.
     """
     found = judging.found
     try:
@@ -193,7 +193,7 @@ def _finish(
         screen: has the device and its memory.
         asked: the user's restrictions of the search.
         tell: called with (plans so far, all these plans, seconds of the best step, their name).
-        seconds: after so many seconds it ends.
+        seconds: the most seconds that this may take.
     """
     _, nearest = found.least
     if not found.sketches and nearest is not None:

@@ -23,7 +23,7 @@ class TimeIsUp(KeyboardInterrupt):
 
 @contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """Raise TimeIsUp in this block after so many seconds; inf for never.
+    """Raise TimeIsUp in this block after a number of seconds; inf for never.
 
     An alarm interrupts a process that waits for others, and one in the middle of a long table.
     """
