@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
 
         def paste(search: Search) -> list[str]:
             given = ["--search", "--memory-gib", search.memory, "--search-jobs", "1"]
-            best = asked([*search.words, *given], folder)
+            best = asked([*search.words, *given], folder)["plans"]
             plans[bool(best)] += len(best) or 1
             told = [(found, differences(search.words, found, folder)) for found in best]
             return [f"{shlex.join(found['flags'])}\n   {text}" for found, text in told if text]
