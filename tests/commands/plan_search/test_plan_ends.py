@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from small_searches import MODEL, SLOW
 
 from megapipe.commands.plan.pasted import changed, flags_of, pasted, to_take
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of, joined
