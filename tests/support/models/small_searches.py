@@ -41,4 +41,4 @@ def run_search(words, capsys, tmp_path, without="zb-auto"):
     out = tmp_path / "plans.json"
     left_out = f"--without {without}" if without else ""
     main(f"{MODEL} --search {words} {left_out} --json {out}".split())
-    return json.loads(out.read_text()), capsys.readouterr()
+    return json.loads(out.read_text())["plans"], capsys.readouterr()
