@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -171,7 +172,28 @@ def test_the_users_own_plan_has_its_place_and_its_causes(capsys, tmp_path):
         f"{mine.step - best[0]['step_s']:+.4f}",
     ]
     assert said.err.startswith(f"yours: {mine.step:.4g} s")
+    numbers = json.loads((tmp_path / "plans.json").read_text())
+    assert numbers["yours"]["step_s"] == mine.step
+    assert numbers["yours"]["plan"] == digest(mine.plan, config)
+    assert numbers["yours"]["one_change"] == [
+        line.strip() for line in said.out.splitlines() if line.strip().startswith("one change alone")
+    ]
     assert "plans, best" in said.err
+
+
+def test_a_search_that_is_interrupted_says_how_many_plans_it_has_looked_at():
+    config = parse(Config, [*MODEL.split(), "--global-batch-size", "8"])
+
+    def interrupted(done, among, best, *last):
+        if among and best is not None and not last:
+            raise KeyboardInterrupt
+
+    found = search(config, 4, Machine(GIB), SLOW, 1000, interrupted)
+    done, among = found.far
+    assert 0 < done < among
+    first, second, *_ = report(found, Machine(GIB)).splitlines()
+    assert first == f"the search was stopped at {done:,} of {among:,} plans; these are the best plans until then"
+    assert second.startswith(" 1. ")
 
 
 def test_a_search_that_is_interrupted_says_its_best_so_far():

@@ -75,7 +75,9 @@ def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the
     first = min(found.best.values(), key=lambda x: x.step)
     said = " ".join(flags_of(first.config))
     assert {"--use-megatron-fsdp", "breadth-first", "--memory-limit-gib"} <= set(said.split())
-    assert "2 data, sharded, x 1 pipeline" in report(found, Machine(0.02 * GIB))
+    page = report(found, Machine(0.02 * GIB))
+    assert "2 data, sharded, x 1 pipeline" in page
+    assert "a virtual stage is the layers that are gathered together" in page
     check(parse(Config, [*flags, *said.split(), "--check", "--world-size", "2"]))
     # It moves no activations, so it is also the best of those that move none, whose flags say as much.
     assert found.plain is not None
@@ -302,6 +304,11 @@ def test_a_width_of_experts_that_is_asked_for_is_tried_with_each_of_their_ranks(
             lambda flags: "--pipeline-model-parallel-size 2" in flags,
         ),
         ("--among tp=2 pp=1..2", "zb-auto", lambda flags: "--tensor-model-parallel-size 2" in flags),
+        (
+            "--among tp=2 --fix recompute --among pp=1",
+            "zb-auto",
+            lambda flags: "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1" in flags,
+        ),
         ("--among schedule=zb-v", "", lambda flags: "--pipeline-schedule zb-v" in flags),
         ("", "zb-auto sharding moves recompute", lambda flags: "fsdp" not in flags and "recompute" not in flags),
         ("", "pipeline", lambda flags: "--pipeline-model-parallel-size 1" in flags),
