@@ -185,18 +185,14 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
                     f"rank {rank}: {kind} {getattr(mine, kind)}, not {getattr(whole, kind)}"
                 )
         for kind in ("gradients", "weights"):
+            agree: Callable[[Case, Tensor, Tensor], bool] = _equal
+            if not (case.same_bits or case.dtype == "float64"):
+                agree = ROUNDED[kind]
             for name, (tensor, pieces) in getattr(mine, kind).items():
-                # A tied head on a rank of its own has the embedding's gradient, the sum of both
-                # uses.
-                wanted = (
-                    getattr(whole, kind).get(whole_name(name))
-                    or getattr(whole, kind)[WORD_EMBEDDINGS]
-                ).tensor
-                for dim, (i, n) in pieces.items():
-                    wanted = wanted.chunk(n, dim)[i]
-                if not (_equal if case.same_bits or case.dtype == "float64" else ROUNDED[kind])(
-                    case, tensor, wanted
-                ):
+                wanted = _wanted(getattr(whole, kind), name, pieces)
+                if not agree(case, tensor, wanted):
+                    if agree is _gradients_agree and _moves_as_far(case, name, pieces, tensor):
+                        continue
                     found.append(
                         f"rank {rank}: {kind} of {name} differ by "
                         f"{(tensor - wanted).abs().max():.3g}"
@@ -210,6 +206,15 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
         for name in whole.gradients
         if owners[name] != case.tp * case.cp * case.dp
     ]
+    return found
+
+
+def _wanted(whole: dict[str, Part], name: str, pieces: dict[int, tuple[int, int]]) -> Tensor:
+    """Return one process's tensor of this name, or the piece of it that a rank has."""
+    # A tied head on a rank of its own has the embedding's gradient, the sum of both uses.
+    found = (whole.get(whole_name(name)) or whole[WORD_EMBEDDINGS]).tensor
+    for dim, (i, n) in pieces.items():
+        found = found.chunk(n, dim)[i]
     return found
 
 
@@ -323,7 +328,7 @@ def _move(stage: nn.Module, seed: int) -> None:
         dice = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in stage.parameters():
-                ways = torch.randint(-1, 2, p.shape, generator=dice)
+                ways = torch.randint(-1, 2, p.shape, generator=dice).to(p.device)
                 p.copy_(p.double() * (1 + ways * torch.finfo(p.dtype).eps / 2))
 
 
@@ -332,6 +337,26 @@ def _gradients_agree(case: Case, a: Tensor, b: Tensor) -> bool:
     a, b = a.double(), b.double()
     allowed = TOLERANCE[case.dtype] * (b.norm() + 0.05)
     return not b.isfinite().all() or bool((a - b).norm() <= allowed)
+
+
+def _moves_as_far(
+    case: Case, name: str, pieces: dict[int, tuple[int, int]], gradient: Tensor
+) -> bool:
+    """Return whether one process's gradient moves half as far if weights move by an ulp at most.
+
+    This is asked in 16 bits alone. A norm behind an MLP with small outputs multiplies gradients by
+    thousands: in one case of fp16 two ranks were 0.0039 from one process in one weight, and one
+    process moved so is up to 0.018 from itself.
+    """
+    if case.dtype not in ("float16", "bfloat16"):
+        return False
+    here = _wanted(alone(case.whole).gradients, name, pieces).double()
+    off = (gradient.double() - here).norm()
+    for seed in range(1, 1 + MOVES):
+        moved = _wanted(alone(replace(case.whole, moved=seed)).gradients, name, pieces)
+        if off <= 2 * (moved.double() - here).norm():
+            return True
+    return False
 
 
 def _weights_agree(case: Case, a: Tensor, b: Tensor) -> bool:
