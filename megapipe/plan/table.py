@@ -200,24 +200,18 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
     # Data-parallel replicas divide the writing among them.
     of_dense = 2 * (weight + moments) / config.weight_replicas
     of_expert = 2 * (weight + moments) / config.expert_replicas
-    if config.parallel.splits_optimizer:
-        # Each rank first gathers the whole optimizer state of its stages.
-        of_dense += moments
-        of_expert += moments
     most = max(dense * of_dense + experts * of_expert for dense, experts in _parameters(plan))
     return saved_bytes(plan, config, [work.parameters for work in plan.works]), most
 
 
-def gathered_bytes(plan: Plan, config: Config) -> float:
-    """Return the most bytes of a device that a rank needs to start and to save.
+def waiting_bytes(plan: Plan, config: Config) -> float:
+    """Return the most bytes of weights that wait on the host until a rank has sharded them.
 
-    A rank with shards of weights gathers all weights of its stages then.
+    A rank that shards its weights builds one stage after the other on the device.
     """
     if not config.parallel.shards_weights:
-        return max(plan.state_bytes)
-    element = config.precision.element_bytes
-    sizes = zip(plan.state_bytes, _parameters(plan), strict=True)
-    return max(state + element * sum(parameters) for state, parameters in sizes)
+        return 0.0
+    return config.precision.element_bytes * max(map(sum, _parameters(plan)))
 
 
 def fits(plan: Plan, config: Config, memory: float, reserved: float) -> str:

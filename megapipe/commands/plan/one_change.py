@@ -19,7 +19,6 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import GIB, Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.step import TimedPlan, timed
-from megapipe.plan.table import gathered_bytes
 from megapipe.schedule import SCHEDULES
 
 _MOST = 3
@@ -91,7 +90,7 @@ def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine |
         return []
     mine = replace(timed(plan, config, device), peak=max(plan.peak_bytes))
     if machine is None:
-        machine = Machine(_MORE * max(mine.peak, gathered_bytes(plan, config)))
+        machine = Machine(_MORE * mine.peak)
     return one_change(mine, device, machine)
 
 

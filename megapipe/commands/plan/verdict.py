@@ -16,7 +16,7 @@ from megapipe.plan import GIB, Plan
 from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.logits import FREE
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.table import checkpoint_bytes, fits, gathered_bytes
+from megapipe.plan.table import checkpoint_bytes, fits, waiting_bytes
 
 MEMORY = 80.0
 """GiB of a device for --search."""
@@ -26,13 +26,9 @@ RESERVED = (
     "workspaces and fragments; and an H100 of 80 GiB shows 79.1."
 )
 HOST = (
-    "on a host: with a distributed optimizer each rank gathers the whole state of its stages to "
-    "save it, so more tensor, pipeline or expert ranks need less. --no-save-optim saves weights "
-    "alone. --host-memory-gib is 2,048 by default, as in a DGX H100."
-)
-TOO_WHOLE = (
-    "without room for all weights of a rank, which it gathers to start and to save (more tensor or "
-    "pipeline ranks need less)"
+    "on a host: data-parallel ranks divide the writing, and with sharded weights each rank's "
+    "weights wait there at the start, so more tensor, pipeline or expert ranks need less. "
+    "--no-save-optim saves weights alone. --host-memory-gib is 2,048 by default, as in a DGX H100."
 )
 NO_HOST = "without room on the host for a save and copied activations"
 
@@ -68,8 +64,6 @@ class Machine:
 
     def refuses(self, plan: Plan, config: Config) -> str:
         """Return why a run of a plan could not start or save, or an empty text."""
-        if gathered_bytes(plan, config) > self.limit:
-            return TOO_WHOLE
         return NO_HOST * (self.ranks * sum(host_of(plan, config)) > self.host)
 
     def fits(self, plan: Plan, config: Config) -> str:
@@ -128,18 +122,12 @@ class MemoryFlags:
 
 
 def host_of(plan: Plan, config: Config) -> tuple[float, float]:
-    """Return the bytes of host memory of a rank: (to save a checkpoint, for copied activations)."""
+    """Return the bytes of host memory of a rank: (to start or save, for copied activations)."""
     _, saving = checkpoint_bytes(plan, config)
-    return saving, host_bytes(plan)
+    return max(saving, waiting_bytes(plan, config)), host_bytes(plan)
 
 
 def at_other_times(plan: Plan, config: Config) -> dict[str, Any]:
-    """Return, for JSON, the bytes that a rank needs in addition to its peak in a step.
-
-    "start_bytes" are of a device, to start and to save. "host_bytes" are of the host.
-    """
+    """Return, for JSON, the bytes of the host that a rank needs."""
     save, copies = host_of(plan, config)
-    return {
-        "start_bytes": gathered_bytes(plan, config),
-        "host_bytes": {"save": save, "copies": copies},
-    }
+    return {"host_bytes": {"save": save, "copies": copies}}
