@@ -7,7 +7,7 @@ reserved for what it does not count. Whatever ranks keep on the host, all ranks 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
@@ -30,7 +30,7 @@ HOST = (
     "weights wait there at the start, so more tensor, pipeline or expert ranks need less. "
     "--no-save-optim saves weights alone. --host-memory-gib is 2,048 by default, as in a DGX H100."
 )
-NO_HOST = "without room on the host for a save and copied activations"
+NO_HOST = "without room on the host to start, or for a save and copied activations"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Machine:
 
     def refuses(self, plan: Plan, config: Config) -> str:
         """Return why a run of a plan could not start or save, or an empty text."""
-        return NO_HOST * (self.ranks * sum(host_of(plan, config)) > self.host)
+        return NO_HOST * (self.ranks * host_of(plan, config).most > self.host)
 
     def fits(self, plan: Plan, config: Config) -> str:
         """Return, in words, what a plan needs on a device and on a host, and whether it fits."""
@@ -72,12 +72,16 @@ class Machine:
         return f"{of_device}; {self._on_host(plan, config)}"
 
     def _on_host(self, plan: Plan, config: Config) -> str:
-        saving, copied = (self.ranks * size / GIB for size in host_of(plan, config))
+        need = host_of(plan, config)
         ranks = "1 rank needs" if self.ranks == 1 else f"{self.ranks} ranks need"
-        text = f"on a host {ranks} {saving:,.4g} GiB to save"
-        if copied:
-            text += f", {copied:,.4g} for copied activations"
-        more = saving + copied - self.host / GIB
+        unit = self.ranks / GIB
+        if need.start > need.save + need.copies:
+            text = f"on a host {ranks} {need.start * unit:,.4g} GiB to start"
+        else:
+            text = f"on a host {ranks} {need.save * unit:,.4g} GiB to save"
+            if need.copies:
+                text += f", {need.copies * unit:,.4g} for copied activations"
+        more = need.most * unit - self.host / GIB
         if more > 0:
             return f"{text}: does not fit, {more:,.4g} more than it has"
         return f"{text}: fits"
@@ -121,13 +125,35 @@ class MemoryFlags:
             yield f"--reserved-gib must be from 0 to less than {memory:g}, got {reserved:g}."
 
 
-def host_of(plan: Plan, config: Config) -> tuple[float, float]:
-    """Return the bytes of host memory of a rank: (to start or save, for copied activations)."""
+@dataclass(frozen=True)
+class HostBytes:
+    """The bytes of host memory that a rank needs. `most` is what a host must have for it.
+
+    Attributes:
+        start: for weights that wait there until they are sharded.
+        save: to write a checkpoint.
+        copies: for copied activations.
+    """
+
+    start: float
+    save: float
+    copies: float
+
+    @property
+    def most(self) -> float:
+        """Return the bytes that are there at once.
+
+        The weights have left the host before the first activation is copied.
+        """
+        return max(self.start, self.save + self.copies)
+
+
+def host_of(plan: Plan, config: Config) -> HostBytes:
+    """Return the bytes of host memory that the rank with the largest need takes."""
     _, saving = checkpoint_bytes(plan, config)
-    return max(saving, waiting_bytes(plan, config)), host_bytes(plan)
+    return HostBytes(waiting_bytes(plan, config), saving, host_bytes(plan))
 
 
 def at_other_times(plan: Plan, config: Config) -> dict[str, Any]:
     """Return, for JSON, the bytes of the host that a rank needs."""
-    save, copies = host_of(plan, config)
-    return {"host_bytes": {"save": save, "copies": copies}}
+    return {"host_bytes": asdict(host_of(plan, config))}
