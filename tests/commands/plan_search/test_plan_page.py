@@ -100,19 +100,39 @@ def test_the_memory_of_a_host_is_that_of_a_check_for_each_rank_of_its_node(capsy
 
 def test_plans_whose_save_has_no_room_on_a_host_are_left_out_and_the_page_says_why(capsys, tmp_path):
     """The first plan of Mixtral on 64 devices asked 541 GiB of each rank for a save, 4.2 TiB of a host."""
-    line = "--global-batch-size 8 --world-size 4 --pipeline-model-parallel-size 1 --use-distributed-optimizer"
+    line = "--global-batch-size 8 --world-size 4 --pipeline-model-parallel-size 4"
     before, _ = run_search(line, capsys, tmp_path)
-    needs = sorted({4 * sum(x["host_bytes"].values()) for x in before})
+    needs = sorted({4 * at_once(x) for x in before})
     limit = (needs[0] + needs[-1]) / 2
     best, said = run_search(f"{line} --host-memory-gib {limit / GIB}", capsys, tmp_path)
     assert best
-    assert all(4 * sum(x["host_bytes"].values()) <= limit for x in best)
-    assert "without room on the host for a save and copied activations" in said.out
+    assert all(4 * at_once(x) <= limit for x in best)
+    assert "without room on the host to start, or for a save and copied activations" in said.out
     assert "--no-save-optim saves weights alone" in said.out
     # The user's own plan stays on the page, with what it lacks.
     _, own = said.out.split("\nyours: ")
     assert "on a host 4 ranks need" in own
     assert "does not fit" in own
+
+
+def at_once(found):
+    """The weights that wait at a start are gone when the first activation is copied."""
+    need = found["host_bytes"]
+    return max(need["start"], need["save"] + need["copies"])
+
+
+def test_weights_in_shards_wait_on_a_host_at_the_start_and_a_page_says_that_they_need_more_than_a_save():
+    """Each of 8 ranks has 2 bytes a weight there. A save of weights alone needs 4 a weight, divided among the 8."""
+    flags = "--global-batch-size 8 --use-megatron-fsdp --no-save-optim --padded-vocab-size 1024"
+    flags += " --untie-embeddings-and-output-weights"
+    config = replace(parse(Config, [*MODEL.split(), *flags.split()]), world_size=8)
+    plan = make_plan(config)
+    need = 8 * 2 * sum(work.parameters for work in plan.works)
+    words = f"on a host 8 ranks need {need / GIB:,.4g} GiB to start"
+    for host, verdict in ((need + 1, "fits"), (need - 1e6, "does not fit")):
+        machine = Machine(GIB, host=host, ranks=8)
+        assert f"{words}: {verdict}" in machine.fits(plan, config)
+        assert bool(machine.refuses(plan, config)) == (verdict != "fits")
 
 
 @pytest.mark.parametrize(("reserved", "least"), [("", 0.9), ("--reserved-gib 0", 1.0)])
