@@ -82,7 +82,8 @@ def test_a_run_with_shards_of_weights_starts_with_one_stage_of_them_on_a_device_
 
     largest = max(work.parameters for work in plan.works)
     for started, gathered, count in run_threads(full, dp=2):
-        # Tensors are rounded up to 64 elements. Weights in 2 bytes and gradients in 4 of one stage, and one kind of state in 4.
+        # Tensors are rounded up to 64 elements. One stage has weights in 2 bytes and gradients in 4, and one kind of
+        # state in 4.
         assert started == pytest.approx(6 * largest, rel=0.02)
         assert gathered == pytest.approx(4 * largest, rel=0.02)
         assert count == 4 * len(plan.works)
