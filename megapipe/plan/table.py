@@ -214,7 +214,7 @@ def waiting_bytes(plan: Plan, config: Config) -> float:
     return config.precision.element_bytes * max(map(sum, _parameters(plan)))
 
 
-def fits(plan: Plan, config: Config, memory: float, reserved: float) -> str:
+def fits(plan: Plan, memory: float, reserved: float) -> str:
     """Return, in words, the bytes that a plan needs of a device, and whether it fits.
 
     Args:
@@ -223,11 +223,6 @@ def fits(plan: Plan, config: Config, memory: float, reserved: float) -> str:
     """
     peak = max(plan.peak_bytes)
     text = f"peak {peak / GIB:.3g} GiB"
-    # All weights are there when no activations are.
-    gathered = gathered_bytes(plan, config)
-    if gathered > peak:
-        peak = gathered
-        text += f", {peak / GIB:.3g} to start and to save"
     spare = (memory - reserved - peak) / GIB
     if spare >= 0:
         return f"{text}: fits with {spare:.3g} to spare"
@@ -236,7 +231,7 @@ def fits(plan: Plan, config: Config, memory: float, reserved: float) -> str:
     return f"{text}: does not fit, {(peak - memory) / GIB:.3g} more than a device has"
 
 
-def fits_line(plan: Plan, config: Config, memory: float, source: str) -> str:
+def fits_line(plan: Plan, memory: float, source: str) -> str:
     """Return the line of a check and of a launch on whether the plan fits the devices.
 
     Args:
@@ -244,7 +239,7 @@ def fits_line(plan: Plan, config: Config, memory: float, source: str) -> str:
         source: where this number comes from, in words.
     """
     reserved = FREE * memory
-    text = fits(plan, config, memory, reserved)
+    text = fits(plan, memory, reserved)
     return f"memory of {source}, {memory / GIB:.3g} GiB, {reserved / GIB:.3g} reserved: {text}"
 
 

@@ -151,7 +151,7 @@ def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
         # A plan that does not fit starts all the same: it is an estimate.
         memory = memory_of(mesh.device)
         if memory is not None:
-            print(fits_line(plan, config, memory, "this GPU"), flush=True)
+            print(fits_line(plan, memory, "this GPU"), flush=True)
     bubble = plan.timeline.bubble / plan.timeline.makespan
     report.say(
         f"pipeline schedule {schedule.name}{in_words(schedule)}: {mesh.pp.size} ranks, "

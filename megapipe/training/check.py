@@ -229,14 +229,14 @@ def _memory(config: Config, plan: Plan) -> str:
         return ""
     here = memory_here()
     if here is not None and config.check.rates is None:
-        return fits_line(plan, config, here, "this GPU")
+        return fits_line(plan, here, "this GPU")
     device = device_of(config)
     if device is None or not device.capacity:
         return (
             "memory of a device: not known, as --rates has no capacity (bytes). "
             "megapipe plan --memory-gib 80 says whether it fits"
         )
-    return fits_line(plan, config, device.capacity, f"{device.source} (--rates)")
+    return fits_line(plan, device.capacity, f"{device.source} (--rates)")
 
 
 def _seconds(config: Config, plan: Plan) -> str:

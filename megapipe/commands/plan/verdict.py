@@ -68,7 +68,7 @@ class Machine:
 
     def fits(self, plan: Plan, config: Config) -> str:
         """Return, in words, what a plan needs on a device and on a host, and whether it fits."""
-        of_device = fits(plan, config, self.device, self.reserved)
+        of_device = fits(plan, self.device, self.reserved)
         return f"{of_device}; {self._on_host(plan, config)}"
 
     def _on_host(self, plan: Plan, config: Config) -> str:
