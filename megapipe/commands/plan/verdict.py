@@ -141,7 +141,7 @@ class HostBytes:
 
     @property
     def most(self) -> float:
-        """Return the bytes that are there at once.
+        """Return the most bytes in use at one time.
 
         The weights have left the host before the first activation is copied.
         """
