@@ -135,6 +135,15 @@ def test_weights_in_shards_wait_on_a_host_at_the_start_and_a_page_says_that_they
         assert bool(machine.refuses(plan, config)) == (verdict != "fits")
 
 
+def test_your_plan_that_has_no_room_is_not_called_faster_without_a_word(capsys, tmp_path):
+    line = "--global-batch-size 8 --world-size 2 --memory-gib 0.0035 --among micro=1"
+    best, said = run_search(line, capsys, tmp_path)
+    assert best
+    _, own = said.out.split("\nyours: ")
+    assert "does not fit" in own
+    assert "faster than all of these, if it had room" in own
+
+
 @pytest.mark.parametrize(("reserved", "least"), [("", 0.9), ("--reserved-gib 0", 1.0)])
 def test_a_tenth_of_a_device_stays_free_unless_less_is_asked_for(reserved, least, capsys, tmp_path):
     line = f"--global-batch-size 8 --world-size 2 --memory-gib 0.0042 {reserved}"

@@ -177,12 +177,15 @@ def _of_yours(
     if x is None:
         return [f"{YOURS}: a run refuses these flags: {yours.refused}"] if yours.refused else []
     lines = [f"{YOURS}: {_summary(x, device)}"]
-    lines.append(f"      {machine.fits(x.plan, x.config)}")
+    verdict = machine.fits(x.plan, x.config)
+    lines.append(f"      {verdict}")
     place = sum(other.step < x.step for other in best) + 1
     if place > len(best):
         lines.append(f"      slower than all of these {len(best)}: {_slower(x, best[0])}")
     elif place > 1:
         lines.append(f"      number {place} of these {len(best)}: {_slower(x, best[0])}")
+    elif "does not fit" in verdict:
+        lines.append("      faster than all of these, if it had room")
     else:
         lines.append("      faster than all of these")
     return [*lines, *(f"      {line}" for line in yours.changes)]
