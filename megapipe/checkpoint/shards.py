@@ -192,10 +192,15 @@ def tensors_of(stages: Sequence[nn.Module], saved: Saved, mesh: ProcessMesh) -> 
     # A tied weight has its owner's key: ranks that hold the one or the other save one tensor, and
     # load the same. Where a rank holds both, one of them is enough.
     own = {
-        name: saved.weights.get(name, param.detach())
+        name: param.detach()
         for name, param in params.items()
         if not _of_twin(layouts[name], mesh) and layouts[name].tied_to not in params
     }
+    # Last, so that a full tensor has its key to itself. A depth of multi-token prediction may use
+    # the memory of the tied head on its rank. Its view of that memory has no values now.
+    for name, full in saved.weights.items():
+        own.pop(name, None)
+        own[name] = full
     kinds = {"": own}
     for kind, views in saved.state.items():
         kinds[f"optimizer.{kind}."] = views

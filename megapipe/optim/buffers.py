@@ -123,13 +123,14 @@ class FlatBuffers:
     start collectives on these tensors, and `view` returns the part of one parameter.
 
     Args:
-        params: {name: parameter}, all of one floating dtype on one device.
+        params: {name: parameter}, all of one floating dtype on one device. Without any, buffers
+            still take part in collectives.
         borrowed: names of parameters that use another parameter's memory, such as a tied head whose
             embedding is on this rank. Only their gradients are stored here.
         has_main: False for a replica, whose main parameters are on another rank; `main` is then
             `model`.
-        device: the device of dropped weights, which come from the host, and of buffers without
-            parameters. Such buffers still take part in collectives.
+        device: the device of the buffers, to which weights that wait on the host are copied. None
+            for the parameters' own device.
         replicas: the ranks with equal parameters, over which gradients are summed.
         distributed: split `main` over the replicas (ZeRO-1).
         groups: gives each parameter's factors on learning rate and weight decay.
@@ -154,7 +155,7 @@ class FlatBuffers:
         borrowed: Collection[str] = (),
         *,
         has_main: bool = True,
-        device: torch.device = CPU,
+        device: torch.device | None = None,
         replicas: Axis = ALONE,
         distributed: bool = False,
         groups: Groups = usual_groups,
@@ -181,8 +182,8 @@ class FlatBuffers:
         self._partial = [name for name in self._where if layout_of(params[name]).sum_over_tp]
 
         dtype = next(iter(dtypes), torch.float32)
-        if not drops:
-            device = next((p.device for p in params.values()), device)
+        if device is None:
+            device = next((p.device for p in params.values()), CPU)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         main_dtype = main_as or wide
         self.grads = torch.zeros(placed.end, dtype=grads_as or wide, device=device)

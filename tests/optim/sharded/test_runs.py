@@ -9,6 +9,7 @@ import torch
 from short_run import config, datasets, run_of
 from tiny import STYLES
 
+from megapipe.checkpoint import shards
 from megapipe.config import ParallelConfig
 from megapipe.distributed.device import Gauge
 from megapipe.distributed.mesh import ProcessMesh
@@ -111,6 +112,24 @@ def test_a_callback_sees_whole_weights():
     datasets()
     whole, shares = (run_threads(partial(seen, parallel=parallel), dp=2)[0] for parallel in ({}, FSDP))
     assert all(torch.equal(x, shares[name]) for name, x in whole.items())
+
+
+def test_a_checkpoint_has_a_tied_weight_that_a_depth_repeats_on_a_rank_without_its_owner():
+    """Head and depth of the last rank have one memory. The depth's view of it, without values, was saved and loaded."""
+
+    def saved(mesh: ProcessMesh, parallel: dict[str, bool]) -> dict[str, torch.Tensor]:
+        plain = config(replace(STYLES["gpt2"], mtp_num_layers=1), dp=2, pp=2)
+        run = run_of(mesh, replace(plain, parallel=replace(plain.parallel, **parallel))).run
+        of_rank = run.optimizer.saved()
+        tensors = shards.tensors_of(run.modules, of_rank, mesh)
+        shards.fill(tensors, of_rank.shards, tensors.keys())
+        return {key: x.clone() for key, x in tensors.items()}
+
+    datasets()
+    plain, sharded = (run_threads(partial(saved, parallel=parallel), dp=2, pp=2) for parallel in ({}, FSDP))
+    for whole, gathered in zip(plain, sharded, strict=True):
+        assert whole.keys() == gathered.keys()
+        assert [key for key, x in whole.items() if not torch.equal(x, gathered[key])] == []
 
 
 def test_strategies_split_what_their_names_say():
