@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.report import YOURS, UserPlan, best_of, report, why
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
-from megapipe.commands.plan.search.telling import Telling
+from megapipe.commands.plan.search.telling import Telling, TimeIsUp, ends_within
 from megapipe.commands.plan.verdict import Machine, MemoryFlags, at_other_times
 from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline
@@ -133,6 +134,7 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     # The user's own plan is the first that is known, after seconds.
     yours = _yours(own, devices, size, device, machine)
     telling = Telling()
+    ends = time.monotonic() + flags.search_seconds
     if yours.plan is not None:
         telling.first(f"yours: {in_short(seconds_of(yours.plan, device))}")
     found = search(
@@ -148,7 +150,11 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     )
     # Slices are tried for the best layouts alone, as they multiply the tables.
     if slices is not None:
-        try_slices(found, slices, machine, device, config.parallel)
+        try:
+            with ends_within(ends - time.monotonic()):
+                try_slices(found, slices, machine, device, config.parallel)
+        except KeyboardInterrupt as ended:
+            found.stop(" when its time was over" if isinstance(ended, TimeIsUp) else "")
     best = best_of(found)
     numbers: dict[str, Any] = {
         "plans": [_row(x) | {"leave_out": _left_out(argv, x.config)} for x in best],

@@ -13,6 +13,7 @@ from megapipe.commands.plan.pasted import changed, flags_of, pasted, to_take
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of, joined
 from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
+from megapipe.commands.plan.searched import SearchFlags, searched
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.flags.parse import parse
@@ -53,6 +54,29 @@ def test_values_of_an_axis_that_is_given_twice_add_up():
     assert asked_of((), ("tp=1", "tp=2..3", "pp=4"), (), Config()).numbers("tp") == [1, 2, 3]
     words = ["--among", "tp=1", "x=2", "--lr", "1", "--fix=pp", "ep", "--among", "pp=3"]
     assert joined(words, ("--among", "--fix")) == ["--lr", "1", "--among", "tp=1", "x=2", "pp=3", "--fix", "pp", "ep"]
+
+
+def test_a_flag_without_values_is_not_forgotten_when_flags_are_joined():
+    """--fix alone was dropped, and all was searched without a word."""
+    assert joined(["--fix", "--search"], ("--fix",)) == ["--search", "--fix"]
+
+
+@pytest.mark.parametrize("seconds", [1, 600])
+def test_time_or_an_interrupt_while_slices_are_tried_leaves_the_plans_so_far(monkeypatch, seconds):
+    """Slices of 32 devices took 50 seconds of --search-seconds 3, and ctrl-C lost the report."""
+
+    def sliced(*_):
+        if seconds == 600:
+            raise KeyboardInterrupt
+        time.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setattr("megapipe.commands.plan.searched.try_slices", sliced)
+    words = [*MODEL.split(), "--global-batch-size", "4", "--world-size", "2", "--pipeline-slices", "2"]
+    flags = SearchFlags(search=True, search_jobs=1, search_seconds=seconds)
+    text, numbers = searched(parse(Config, words), flags, words)
+    assert numbers["plans"]
+    assert "these are the best plans until then" in text
 
 
 def test_of_plans_equal_in_time_the_one_with_fewest_changes_is_taken_and_then_the_leanest():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megapipe.config import Config
@@ -164,27 +164,28 @@ def _values(axis: str, text: str) -> Iterator[str | None]:
         yield from map(str, range(low, high + 1))
 
 
-def joined(argv: Sequence[str], names: Iterable[str]) -> list[str]:
+def joined(argv: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the command line with each of these flags once, at its last place, with all values.
 
     Args:
         argv: flags and values.
         names: flags with lists of values.
     """
-    values: dict[str, list[str]] = {name: [] for name in names}
+    values: dict[str, list[str]] = {}
     kept: list[str] = []
     into = kept
     for word in argv:
         name, equals, value = word.partition("=")
-        if name in values:
+        if name in names:
             # The flag moves to the end of the line.
-            into = values[name]
+            into = values.setdefault(name, [])
             into += [value] * bool(equals)
         else:
             if word.startswith("--"):
                 into = kept
             into.append(word)
-    for name, of_name in values.items():
-        if of_name:
-            kept += [name, *of_name]
+    for name in names:
+        # A flag without values stays too, for the error about it.
+        if name in values:
+            kept += [name, *values[name]]
     return kept
