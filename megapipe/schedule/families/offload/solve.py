@@ -28,7 +28,6 @@ from megapipe.schedule.families.offload.weigh import (
     Weight,
     applied,
     forward_of,
-    is_plain,
     places,
     scales,
 )
@@ -127,8 +126,6 @@ class _Table:
         self.plain = plain
         self.costs = costs
         self._weigh: Weigh = scales(plain, costs, memory)
-        # How many activations of a rank are moved at a time, before finer steps.
-        self.several = 1 if is_plain(plain) else 8
         self.held = self.answer({})
         place = plain.placement
         self.every = places(plain)
@@ -250,11 +247,9 @@ def _starts(table: _Table, most: float) -> Iterator[_Answer]:
 
 
 def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Answer]:
-    """Yield candidates that fit the memory, the last one best; nothing if none fits.
+    """Yield a candidate that fits the memory, or nothing if none fits.
 
-    Activations are offloaded or recomputed one at a time until the memory suffices. In tables that
-    take long to simulate it is several at a time; then half as many from before the step that
-    sufficed, and so on.
+    Activations are offloaded or recomputed one at a time until the memory suffices.
 
     Args:
         start: the candidate to begin with.
@@ -262,41 +257,33 @@ def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Ans
         most: longest makespan of interest. The attempt ends when it is exceeded.
     """
     # A place changes at most twice: from hold to offload, then to recompute.
-    now = before = start
+    now = start
     table = start.table
-    several = table.several
     for _ in range(2 * len(table.every)):
         if now.weight.fits:
             yield now
         if now.weight.fits or now.weight.makespan > most:
-            if several == 1 or now is start:
-                return
-            now = before
-            several //= 2
+            return
         changed: list[tuple[Place, Verb]] = []
         for rank in range(len(table.on)):
-            changed += _moved(now, rank, verbs, several)
+            changed += _moved(now, rank, verbs)
         if not changed:
             return
-        before = now
         now = table.answer({**now.choices, **dict(changed)})
 
 
-def _moved(
-    now: _Answer, rank: int, verbs: Sequence[Verb], several: int
-) -> list[tuple[Place, Verb]]:
+def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, Verb]]:
     """Return what to offload or recompute next on a rank; [] if it is within its memory limit.
 
     The items are ((stage, microbatch or slice), offload or recompute). The candidates are the
     activations held when the limit is first exceeded. Offloads come before recomputations, and
-    activations that are held longer before others. At most `several` items are returned, or a few
-    times as many if the rank has more than 128 activations in the table.
+    activations that are held longer before others. One item is returned, or a few if the rank has
+    more than 128 activations in the table.
 
     Args:
         now: the choices so far, with the times and memory that follow from them.
         rank: the number of the rank.
         verbs: what may be chosen: to offload, to recompute, or either.
-        several: number of items, if the rank has enough of them.
     """
     table = now.table
     weight = now.weight
@@ -316,7 +303,7 @@ def _moved(
         elif Verb.RECOMPUTE in verbs:
             candidates.append((False, life, place, Verb.RECOMPUTE))
     # Copies first, because they take no compute time; then the longest lives.
-    count = several * -(-len(table.on[rank]) // _FEW)
+    count = -(-len(table.on[rank]) // _FEW)
     return [x[2:] for x in sorted(candidates, reverse=True)[:count]]
 
 

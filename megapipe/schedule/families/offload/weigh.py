@@ -142,19 +142,11 @@ def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
     """
     code = library()
     limits = by_rank(memory, len(plain.ranks))
-    if code is None or not is_plain(plain):
+    # The C code knows F, B, W and BW in steps of one pass. Other tables go by the clock.
+    paired = any(len(step) > 1 for step in plain.steps())
+    if code is None or not plain.kinds <= {*LAYERS} or paired:
         return partial(_simulated, plain, costs, limits)
     return _compiled(code, plain, costs, limits)
-
-
-def is_plain(table: Schedule) -> bool:
-    """Return whether the table has only F, B, W and BW, in steps of one pass.
-
-    The C code knows such tables. Others are built and simulated for each choice, which takes a
-    hundred times as long.
-    """
-    paired = any(len(step) > 1 for step in table.steps())
-    return table.kinds <= {*LAYERS} and not paired
 
 
 def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: Choices) -> Weight:
