@@ -344,9 +344,9 @@ def _moves_as_far(
 ) -> bool:
     """Return whether one process's gradient moves half as far if weights move by an ulp at most.
 
-    This is asked in 16 bits alone. A norm behind an MLP with small outputs multiplies gradients by
-    thousands: in one case of fp16 two ranks were 0.0039 from one process in one weight, and one
-    process moved so is up to 0.018 from itself.
+    This is asked in 16 bits alone. The backward of a norm divides gradients by its inputs, which
+    behind an MLP may be small. In one case of fp16 a gradient on two ranks was up to 0.0039 from
+    one process in a weight. The whole gradient of one process moved so lies up to 0.018 away.
     """
     if case.dtype not in ("float16", "bfloat16"):
         return False

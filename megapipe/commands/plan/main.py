@@ -8,7 +8,7 @@ ignores the flags that name these, except --pipeline-slices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megapipe.checks.inputs import answer, ask, path_problems
@@ -19,7 +19,7 @@ from megapipe.commands.plan.one_change import one_change_of
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import joined
 from megapipe.commands.plan.searched import SearchFlags, searched, sought
-from megapipe.commands.plan.verdict import at_other_times
+from megapipe.commands.plan.verdict import host_of
 from megapipe.config import CheckConfig, Config
 from megapipe.data.files import file_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
@@ -233,7 +233,7 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
         },
         "plan": digest(plan, config),
         "peak_bytes": list(plan.peak_bytes),
-        **at_other_times(plan, config),
+        "host_bytes": asdict(host_of(plan, config)),
         "stages": stages,
     }
 

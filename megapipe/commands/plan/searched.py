@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from megapipe.checks.inputs import answer, ask
@@ -19,8 +19,8 @@ from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.report import YOURS, UserPlan, best_of, report, why
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
-from megapipe.commands.plan.search.telling import Telling, TimeIsUp, ends_within
-from megapipe.commands.plan.verdict import Machine, MemoryFlags, at_other_times
+from megapipe.commands.plan.search.telling import Telling, ends_within
+from megapipe.commands.plan.verdict import Machine, MemoryFlags, host_of
 from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
@@ -154,7 +154,7 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
             with ends_within(ends - time.monotonic()):
                 try_slices(found, slices, machine, device, config.parallel)
         except KeyboardInterrupt as ended:
-            found.stop(" when its time was over" if isinstance(ended, TimeIsUp) else "")
+            found.stop(str(ended))
     best = best_of(found)
     numbers: dict[str, Any] = {
         "plans": [_row(x) | {"leave_out": _left_out(argv, x.config)} for x in best],
@@ -180,7 +180,7 @@ def _row(x: TimedPlan) -> dict[str, Any]:
         "step_s": x.step,
         "peak_bytes": x.peak,
         "schedule": x.schedule,
-        **at_other_times(x.plan, x.config),
+        "host_bytes": asdict(host_of(x.plan, x.config)),
         "parts_s": x.parts,
         "flags": flags_of(x.config),
         "plan": digest(x.plan, x.config),

@@ -7,9 +7,8 @@ reserved for what it does not count. Whatever ranks keep on the host, all ranks 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 from megapipe.config import Config
 from megapipe.plan import GIB, Plan
@@ -152,8 +151,3 @@ def host_of(plan: Plan, config: Config) -> HostBytes:
     """Return the bytes of host memory that the rank with the largest need takes."""
     _, saving = checkpoint_bytes(plan, config)
     return HostBytes(waiting_bytes(plan, config), saving, host_bytes(plan))
-
-
-def at_other_times(plan: Plan, config: Config) -> dict[str, Any]:
-    """Return, for JSON, the bytes of the host that a rank needs."""
-    return {"host_bytes": asdict(host_of(plan, config))}

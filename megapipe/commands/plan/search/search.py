@@ -167,8 +167,8 @@ def _judge(
                 found.tight = []
                 judging.judge(moved, before=len(candidates))
             found.lost[OUT_OF_MEMORY] += len(found.tight)
-    except TimeIsUp:
-        found.stop(" when its time was over")
+    except TimeIsUp as ended:
+        found.stop(str(ended))
     except KeyboardInterrupt:
         found.stop("")
         settle()
@@ -223,7 +223,7 @@ def _finish(
                     made[n] = with_fewest_flags(one, screen.own, screen.device)
                 told(n + 1)
     except KeyboardInterrupt as ended:
-        found.stop(" when its time was over" if isinstance(ended, TimeIsUp) else "")
+        found.stop(str(ended))
     if plans and not made:
         made[0] = _made(screen, plans[0])
     for _, one_made in sorted(made.items()):

@@ -18,7 +18,10 @@ _TWICE = 0.3
 
 
 class TimeIsUp(KeyboardInterrupt):
-    """The seconds of a search are over. It ends as by ctrl-C."""
+    """The seconds of a search are over. It ends as by ctrl-C; the text says why it has ended."""
+
+    def __str__(self) -> str:
+        return " when its time was over"
 
 
 @contextmanager
