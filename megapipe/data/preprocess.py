@@ -65,11 +65,11 @@ class Written:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Tokenised documents: a part of the input that one process handles at once.
+    """The tokenised documents of a chunk, the part of the input that one process handles at once.
 
     Attributes:
         documents: number of documents in the chunk.
-        num_bytes: bytes of the undecoded text of all documents.
+        num_bytes: bytes that the documents have in the input, as lines of JSON or as whole files.
         per_key: for each key, the ids of all documents back to back, and the length of each.
     """
 
@@ -92,7 +92,7 @@ def preprocess(
         output_prefix: PREFIX.
         encoding: the tokenizer and the keys.
         workers: number of worker processes.
-        report: called as (documents done so far, bytes of text done so far).
+        report: called as (documents done so far, their bytes in the input).
     Returns: one pair per key.
     Raises: DataError with up to ten bad lines of the first chunk that has any. No file is left.
     """

@@ -15,7 +15,7 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 
 class RawDocument(NamedTuple):
-    """The undecoded bytes of a document.
+    """A document as the input has it: the bytes of a line of JSON, or of a whole text file.
 
     `where` names the document's file and line in messages.
 

@@ -72,7 +72,7 @@ class Layout:
         """Return {split dimension of `full`: (i, n)}: this rank has piece i of n equal ones.
 
         Args:
-            tp: the tensor-parallel axis, which also has the experts' axes.
+            tp: the tensor-parallel axis, from which `named` gives the experts' axes.
         """
         found = {}
         # Ranks along the axis split each of the n parts.
@@ -83,7 +83,11 @@ class Layout:
         return found
 
     def local(self, tp: Axis) -> tuple[int, ...]:
-        """Return the shape of a rank's slice on the axis tp, with as many dimensions as `full`."""
+        """Return the shape of a rank's slice, with as many dimensions as `full`.
+
+        Args:
+            tp: the tensor-parallel axis.
+        """
         # Split sizes divide evenly; checks of the configuration have refused all others.
         shape = list(self.full)
         for dim, (_, pieces) in self.pieces(tp).items():

@@ -62,7 +62,7 @@ class Positions(NamedTuple):
         of: {name of a parameter: (its first element, its shape)}.
         sections: the parameters before `owned`, grouped by learning rate and weight decay.
         owned: number of elements before the borrowed parameters, which use another parameter's
-            memory. This number divides by the ranks of ZeRO-1.
+            memory. It is a multiple of 64 times the number of ZeRO-1 ranks, which get equal shares.
         end: number of all elements.
     """
 

@@ -123,7 +123,8 @@ class Traits:
             and takes `Costs.mem_w`. If the first count is positive the change applies at the start
             of the pass, else at its end.
         per_stage: runs once per training step and stage, and not once per microbatch.
-        at: the only stages that run it, where ranks share the vocabulary; None for all stages.
+        at: for the kinds of a shared vocabulary, the stages that run them. None for all other
+            kinds, which every stage may run.
         reads: takes the next microbatch from the data iterator.
         evaluates: is also part of an evaluation, which updates nothing.
         repeats: a second run leaves the same state as the first. This holds for every kind that

@@ -32,7 +32,9 @@ from megapipe.training.steps.totals import Totals
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step whose update did not wait for the gradient norm, after its passes and this update.
+    """A step whose passes and update have run, and whose gradient norm is still unknown.
+
+    The update did not wait for the norm: it guessed that nothing is clipped or skipped.
 
     Attributes:
         update: the update, whose norm is still being computed.

@@ -124,9 +124,10 @@ def changed(own: Config, config: Config) -> list[str]:
 
 
 def to_take(best: Sequence[TimedPlan], own: Config) -> int:
-    """Return the index of the plan to take among the plans that are equal in time to the first.
+    """Return the index of the plan to take among those as fast as the first, within CLOSE.
 
-    It changes the fewest of the user's own flags. Of several such plans it needs the least memory.
+    The plan to take changes the fewest of the user's own flags. Of several such plans it needs the
+    least memory.
 
     Args:
         best: the plans of the report, fastest first.

@@ -232,7 +232,8 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
         name: megapipe's name of a weight, or of a tensor of the optimizer's state.
         tensor: the whole tensor.
         model: the configuration of the model.
-        with_state: whether the optimizer's state is exported.
+        with_state: whether the optimizer's state is exported. Then a trained float32 weight is
+            also listed as its own main parameter.
     """
     kinds: tuple[str, ...] = ()
     if match := _OF_STATE.fullmatch(name):

@@ -27,8 +27,8 @@ _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 class BPETokenizer:
     """A tokenizer of the library `tokenizers`.
 
-    `encode` returns the ids of a text, `decode` the text of ids, `library` the library's own
-    object.
+    `encode` returns the ids of a text, `decode` the text of ids, and `library` a copy of the
+    library's tokenizer.
 
     Args:
         library: the library's tokenizer.

@@ -25,7 +25,7 @@ GRACE_S = 30.0
 def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) -> None:
     """Compare facts, such as values of flags, that must be equal on all ranks.
 
-    If they are equal, each rank makes five small requests, independent of the world size.
+    If they are equal, each rank makes at most six small requests, at any world size.
 
     Args:
         store: a store that the ranks share, without keys of an earlier comparison.

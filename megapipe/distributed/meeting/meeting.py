@@ -101,7 +101,9 @@ def _meshes() -> Iterator[int]:
 
 
 def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: float) -> str:
-    """Wait until all ranks have called this function. Each makes three requests to the store.
+    """Wait until all ranks have called this function.
+
+    If all come, each rank makes four requests to the store, and the last one to come five.
 
     Args:
         store: a store that the ranks share, without keys of an earlier call.

@@ -125,11 +125,13 @@ def _core(
 ) -> Tensor:
     """Return the normed and gated outputs of whole sequences, [s, b, heads, r x dv].
 
-    Everything is computed in float32, or in float64 for a float64 model.
+    Everything is computed in float32, or in float64 for a float64 model. `heads` counts key heads,
+    and each has r value heads.
 
     Args:
         numbers: [b, s], the index of each token's document in its sequence; None for a single one.
-        x: the output of in_proj, [s, b, heads, rows of a head].
+        x: the output of in_proj, [s, b, heads, channels]. The channels of a key head are its query,
+            key and values, and for its value heads gates, betas and inputs of decays.
         taps: weights of the convolution, [heads, channels, taps].
         rates: A_log, the logarithms of the rates of decay, [heads x r].
         offsets: dt_bias, which is added to the inputs of decays, [heads x r].

@@ -62,16 +62,17 @@ def unit(x: Tensor) -> Tensor:
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, numbers: Tensor | None = None
 ) -> Tensor:
-    """Return the output of each token by its state, [b, heads, r, s, dv].
+    """Return the output S^T q of each token, [b, heads, r, s, dv].
 
-    Successive r value heads share the query and the key of a key head.
+    S is the state of a value head, [dk, dv]. Successive r value heads share the query and the key
+    of a key head.
 
     Args:
         q, k: [b, heads, s, dk], of length 1; q is scaled here by 1 / sqrt(dk).
         v: [b, heads, r, s, dv].
         decay: the logarithm of each token's factor on the state, at most 0: [b, heads, r, s].
-        beta: how far a token moves the state's answer to the token's key towards the token's value,
-            from 0 (not at all) to 1 (fully): [b, heads, r, s].
+        beta: the share of v - S^T k that a token writes: with 0 it writes nothing, with 1 its key
+            then reads its value. [b, heads, r, s].
         numbers: [b, s], the index of each token's document in its sequence. The state starts at 0
             in each document. None for a single document.
     """

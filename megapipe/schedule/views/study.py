@@ -357,7 +357,7 @@ def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
 
 
 def _bars(figure: Figure, point: Comparison, memory: float | None) -> None:
-    """Draw bars of computing and waiting time and of the peak, with the shortest step on top.
+    """Draw bars of computing and waiting time and of the peak, the shortest step that fits on top.
 
     Args:
         memory: a limit on activation to draw next to the peaks; None for none.

@@ -44,7 +44,10 @@ class Guard:
         self._in_a_row = 0
 
     def step(self, run: Run, iteration: int, scale: float, last_saved: int) -> StepResult:
-        """Run a step, a second time if its numbers look wrong, and judge it.
+        """Run a step, and judge its numbers.
+
+        With --rerun-mode validate_results (the default) a step whose numbers look wrong runs a
+        second time before it is judged.
 
         Args:
             run: a function that runs the step, called with one argument `refuses`. The function
@@ -53,8 +56,8 @@ class Guard:
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.
         Returns: the outcome of the last time that the step ran.
-        Raises: TrainingError if a number is not finite in both tries, or after too many bad steps
-            in a row.
+        Raises: TrainingError for a number that is not finite, unless flags or the loss scale allow
+            it: in the second try if there are two. Also after too many bad steps in a row.
         """
         twice = self.guards.rerun_mode == "validate_results"
         limits = self._limits()

@@ -1,4 +1,4 @@
-"""Report during a stage's last backward that a layer's gradients are complete.
+"""Report during a stage's last backward, or its W, that a layer's gradients are complete.
 
 Their sum over data parallelism may then begin before G, while earlier layers still compute.
 """
@@ -16,11 +16,13 @@ from megapipe.pipeline_parallel.families.family import OfStage, Setting
 
 
 class Reporting(OfStage):
-    """A stage whose layers report, during the last backward, that their gradients are complete.
+    """A stage whose layers report in the last microbatch that their gradients are complete.
+
+    They report during its backward or, if W is a pass of its own, during W.
 
     The module has a method `between_layers(cut)`, which returns a context for a forward. In this
     context the module calls x = cut(x) with the hidden states before each layer. `saving` returns
-    this context for the last forward.
+    this context for the forward of that microbatch, and an empty context for all others.
 
     Args:
         done: called as (layer, number of layers) when the gradients of the layer's weights and of
@@ -41,8 +43,8 @@ class Reporting(OfStage):
     def _cut(self, stage: Any) -> Callable[[Tensor], Tensor]:
         """Return the function `cut` that the module calls before each layer.
 
-        `cut` returns x unchanged. When the backward comes to this point, `done` is called for the
-        layer that follows.
+        `cut` returns x unchanged. When the backward (or else W) comes to this point, `done` is
+        called for the layer that follows.
         """
         seen: list[None] = []
 
