@@ -32,9 +32,9 @@ from megapipe.training.steps.totals import Totals
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step whose passes and update have run, and whose gradient norm is still unknown.
+    """A step whose passes have run, and whose gradient norm is still unknown.
 
-    The update did not wait for the norm: it guessed that nothing is clipped or skipped.
+    The update has run on the guess that nothing is clipped or skipped, or it waits for the norm.
 
     Attributes:
         update: the update, whose norm is still being computed.

@@ -56,8 +56,9 @@ class Guard:
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.
         Returns: the outcome of the last time that the step ran.
-        Raises: TrainingError for a number that is not finite, unless flags or the loss scale allow
-            it: in the second try if there are two. Also after too many bad steps in a row.
+        Raises: TrainingError for a number that is not finite (in the second try, if there are two),
+            unless flags or the loss scale allow it. Also after too many bad steps in a row, and for
+            the drill of a persistent error.
         """
         twice = self.guards.rerun_mode == "validate_results"
         limits = self._limits()

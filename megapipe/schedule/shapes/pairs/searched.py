@@ -96,7 +96,8 @@ def _tables(
 ) -> Iterator[Schedule]:
     """Yield the built-in tables with one copy of the model, their pairs of passes separated.
 
-    Of tables with the same order of forwards and the same order of backwards, only the first is yielded.
+    Of tables with the same order of forwards and the same order of backwards, only the first is
+    yielded.
 
     Args:
         placement: "loop" or "v"; None for any.
