@@ -220,7 +220,7 @@ def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
         recv a  recv b  F0  recv c  F1  F2        after
 
     It is safe if posting a receive blocks nothing: each link keeps its order, and no send waits
-    longer. Receives that follow V stay behind it, as V may send the program back to its beginning.
+    longer. Receives after V stay after it, as V may send the program back to its beginning.
 
     Args:
         rank: this pipeline rank.
