@@ -228,7 +228,8 @@ def fits(plan: Plan, memory: float, reserved: float) -> str:
         return f"{text}: fits with {spare:.3g} to spare"
     if peak <= memory:
         return f"{text}: tight, needs {-spare:.3g} of the {reserved / GIB:.3g} reserved"
-    return f"{text}: does not fit, {(peak - memory) / GIB:.3g} more than a device has"
+    limit = f"{(memory - reserved) / GIB:.3g} GiB that are not reserved"
+    return f"{text}: does not fit, {-spare:.3g} more than the {limit}"
 
 
 def fits_line(plan: Plan, memory: float, source: str) -> str:

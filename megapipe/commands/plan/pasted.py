@@ -24,25 +24,29 @@ _MODEL = (
     "recompute_granularity",
     "recompute_activations",
     "recompute_modules",
+    "recompute_method",
+    "recompute_num_layers",
     "num_microbatches_with_partial_activation_checkpoints",
     "sequence_parallel",
     "tp_comm_overlap",
 )
 """Fields of the model that a search chooses."""
 CLOSE = 0.05
-"""Predictions cannot distinguish plans whose steps differ by less.
+"""Predictions cannot distinguish plans with the same layout whose steps differ by less.
 
-Of 32 published pairs of layouts the ratio of the steps of 30 is predicted with a smaller error
-(tools/bench/published/pairs.py).
+`is_equal` says which plans these are. Of 32 published pairs of layouts the ratio of the steps of 30
+is predicted with a smaller error (tools/bench/published/pairs.py).
 """
 
 
 def chosen_fields(config: Config) -> dict[str, set[str]]:
-    """Return the configuration fields that a search chooses, by section such as "model"."""
+    """Return the configuration fields of the flags to paste, by section such as "model"."""
     chosen = {
         "model": set(_MODEL),
         "parallel": {field.name for field in fields(config.parallel)},
         "batch": {"micro_batch_size"},
+        # Not chosen, but megapipe check predicts other seconds without them.
+        "check": {"rates"},
     }
     if config.model.has_experts:
         chosen["model"].add("moe_token_dispatcher_type")
@@ -123,6 +127,19 @@ def changed(own: Config, config: Config) -> list[str]:
     return left_out(own, config)
 
 
+def is_equal(first: TimedPlan, x: TimedPlan) -> bool:
+    """Return whether a plan is slower than the first by less than predictions can tell.
+
+    The two must have the same layout, microbatch and sharding: of other pairs of plans nobody has
+    published enough steps to say how far their predicted ratio is off.
+    """
+    *sizes, _ = first.layout
+    *others, _ = x.layout
+    shards = [one.config.parallel.use_megatron_fsdp for one in (first, x)]
+    same = sizes == others and shards[0] == shards[1]
+    return same and x.step < (1 + CLOSE) * first.step
+
+
 def to_take(best: Sequence[TimedPlan], own: Config) -> int:
     """Return the index of the plan to take among those as fast as the first, within CLOSE.
 
@@ -133,5 +150,5 @@ def to_take(best: Sequence[TimedPlan], own: Config) -> int:
         best: the plans of the report, fastest first.
         own: the configuration of the user's own flags.
     """
-    equal = [n for n, x in enumerate(best) if x.step < (1 + CLOSE) * best[0].step]
+    equal = [n for n, x in enumerate(best) if is_equal(best[0], x)]
     return min(equal, key=lambda n: (len(changed(own, best[n].config)), best[n].peak))

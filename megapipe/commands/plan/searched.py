@@ -12,7 +12,7 @@ from megapipe.checks.inputs import answer, ask
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import vocabulary, with_vocabulary
 from megapipe.commands.plan.one_change import one_change
-from megapipe.commands.plan.pasted import CLOSE, changed, flags_of, left_out, to_take
+from megapipe.commands.plan.pasted import CLOSE, changed, flags_of, is_equal, left_out, to_take
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import OVERLAP
@@ -200,13 +200,14 @@ def _take(
         yours: the plan of these flags.
         machine: the memory of a device and of a host.
     """
-    limit = (1 + CLOSE) * best[0].step
     mine = yours.plan
+    # Of other layouts predictions can tell even less, so equal steps need not have one layout here.
+    limit = (1 + CLOSE) * best[0].step
     is_close = mine is not None and mine.step < limit and mine.peak <= machine.limit
     if mine is not None and is_close and not machine.refuses(mine.plan, mine.config):
         return YOURS, f"take {YOURS}: no plan is faster by more than predictions can tell"
     taken = to_take(best, own)
-    equal = sum(x.step < limit for x in best)
+    equal = sum(is_equal(best[0], x) for x in best)
     if equal == 1:
         return 1, ""
     count = len(changed(own, best[taken].config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -167,13 +168,44 @@ DEVICES = {
         source="B200's data sheet",
         capacity=180 * 2.0**30,
     ),
+    # "NVIDIA Ada GPU architecture", appendix A: 165.2 TFLOP/s with sums in float32, 24 GB, PCIe 4.0
+    # x16 of 32 GB/s in one direction. No peer access: a message goes through the host.
+    "rtx4090": Device(
+        flops=1e14,
+        inside=1.1e10,
+        outside=1.25e9,
+        peak=1.652e14,
+        source="RTX 4090's data sheet",
+        host=2.0**38,
+        capacity=24 * 2.0**30,
+    ),
+    # "NVIDIA L40S", data sheet: 362.05 TFLOP/s, 48 GB, PCIe 4.0 x16 of 64 GB/s in both directions.
+    "l40s": Device(
+        flops=1.8e14,
+        inside=2.1e10,
+        outside=1e10,
+        peak=3.62e14,
+        source="L40S's data sheet",
+        host=2.0**40,
+        capacity=48 * 2.0**30,
+    ),
+    # "AMD Instinct MI300X accelerator", data sheet: 1307.4 TFLOP/s, 192 GB, seven links of 128 GB/s
+    # in both directions.
+    "mi300x": Device(
+        flops=6.5e14,
+        peak=1.307e15,
+        source="MI300X's data sheet",
+        capacity=192 * 2.0**30,
+    ),
 }
 """Devices by name, as --rates takes them.
 
-Peaks are of dense bf16. Products are assumed to reach half of them, on an A100 60%. Links are
-assumed to reach two thirds of what a device can send in one direction: over NVLink within a node,
-and over one InfiniBand card a device beyond it (400 Gbit/s; with A100s 200). An A100 has 40 or 80
-GiB, so its capacity is not known.
+Peaks are of dense bf16. Products are assumed to reach half of them, on an A100 and an RTX 4090 60%.
+Links are assumed to reach two thirds of what a device can send in one direction: over NVLink within
+a node, and over one InfiniBand card a device beyond it (400 Gbit/s; with A100s 200, with L40S 100).
+An RTX 4090 is assumed to reach one third within a node, where each byte crosses the host's memory,
+and its node of eight to share a card of 100 Gbit/s. An A100 has 40 or 80 GiB, so its capacity is
+not known.
 """
 
 
@@ -187,8 +219,10 @@ def load_device(flag: str, given: str) -> Device:
         given: a name of DEVICES, or the path of a .json.
     Raises: ConfigError that names the file and the field.
     """
-    if given.lower() in DEVICES:
-        return DEVICES[given.lower()]
+    # The name as its maker writes it is meant too, such as RTX 4090.
+    name = re.sub("[ -]", "", given.lower())
+    if name in DEVICES:
+        return DEVICES[name]
     try:
         read = json.loads(Path(given).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

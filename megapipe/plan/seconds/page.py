@@ -11,6 +11,7 @@ from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.flops import flops_per_token
 from megapipe.plan.seconds.step import TimedPlan, bubble, timed
+from megapipe.plan.shapes.slices import in_words
 from megapipe.plan.state import GIB
 from megapipe.plan.table import checkpoint_bytes
 from megapipe.schedule import Kind
@@ -62,9 +63,10 @@ def recomputes(model: ModelConfig) -> str | None:
 
 
 def page(plan: Plan, config: Config, device: Device) -> str:
-    """Return text on the seconds of a step, their causes, and the assumed speeds of the device."""
+    """Return text on the seconds of a step, their causes, the assumed speeds, and the schedule."""
     size, _ = checkpoint_bytes(plan, config)
-    name = f"plan {digest(plan, config)}; a checkpoint has {size / GIB:.3g} GiB"
+    name = f"plan {digest(plan, config)}, schedule {plan.schedule.name}{in_words(plan.schedule)}"
+    name += f"; a checkpoint has {size / GIB:.3g} GiB"
     name += f"; seconds to save it: {save_seconds(size, device)}"
     found = predicted(plan, config, device)
     if found is None:

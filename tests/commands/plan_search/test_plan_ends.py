@@ -87,12 +87,14 @@ def test_of_plans_equal_in_time_the_one_with_fewest_changes_is_taken_and_then_th
     def plan(percent: int, peak: float, **changes):
         return replace(first, step=(1 + percent / 100) * first.step, peak=peak, config=own.with_fields(**changes))
 
-    far = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "pipeline_schedule": "1f1b"}
+    far = {"recompute_granularity": "full", "pipeline_schedule": "zb-v"}
     near = {"pipeline_schedule": "zb-h1", "micro_batch_size": 1}
-    best = [plan(0, 5.0, **far), plan(1, 3.0, **near), plan(4, 2.0, **near), plan(6, 1.0)]
-    assert to_take(best, own) == 2
-    assert to_take(best[:2], own) == 1
-    assert changed(own, best[0].config) == ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
+    # The second changes nothing, but predictions cannot compare another layout with the first.
+    other = plan(0, 1.0, pipeline_model_parallel_size=1)
+    best = [plan(0, 5.0, **far), other, plan(1, 3.0, **near), plan(4, 2.0, **near), plan(6, 1.0)]
+    assert to_take(best, own) == 3
+    assert to_take(best[:3], own) == 2
+    assert changed(own, best[0].config) == ["--recompute-granularity", "--pipeline-schedule"]
     assert changed(own, own.with_fields(pipeline_schedule="1f1b")) == []
 
 

@@ -17,7 +17,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB, make_plan
-from megapipe.plan.seconds.device import DEVICES, Device, load_device
+from megapipe.plan.seconds.device import Device, load_device
 from megapipe.plan.seconds.page import digest
 from megapipe.plan.seconds.step import timed
 from megapipe.training.check import check
@@ -158,9 +158,13 @@ def test_plans_closer_than_predictions_can_tell_are_called_equal():
     found = found_by("--global-batch-size 4", 1)
     first = min(found.best.values(), key=lambda x: x.step)
     best = {n: replace(first, step=(1 + n / 100) * first.step) for n in (0, 4, 6)}
+    # How sure a prediction is for plans of other layouts, the same page says: off by 41% and 103%.
+    for n, name in enumerate(("tensor_model_parallel_size", "expert_model_parallel_size", "micro_batch_size"), 1):
+        other = replace(first.config.with_fields(**{name: 2}), world_size=2)
+        best[n] = replace(first, step=(1 + n / 100) * first.step, config=other)
     rows = [line for line in report(replace(found, best=best), Machine(GIB)).splitlines() if "% slower" in line]
-    assert rows[0].startswith("      equal in time, within 5%: 4.0% slower than the first")
-    assert rows[1].startswith("      6.0% slower than the first")
+    assert rows[3].startswith("      equal in time, within 5%: 4.0% slower than the first")
+    assert [row[:33] for row in (*rows[:3], rows[4])] == [f"      {n}.0% slower than the first" for n in (1, 2, 3, 6)]
 
 
 def test_one_plan_says_whether_it_fits_a_device_of_memory_gib(capsys):
@@ -172,15 +176,17 @@ def test_one_plan_says_whether_it_fits_a_device_of_memory_gib(capsys):
     for size, says in (
         (2 * peak, f"fits with {1.8 * peak - peak:.3g} to spare"),
         (1.05 * peak, f"tight, needs {peak - 0.945 * peak:.3g} of the {0.105 * peak:.3g} reserved"),
-        (0.8 * peak, f"does not fit, {0.2 * peak:.3g} more than a device has"),
+        # Judged by what is not reserved, and counted against that too: it was 4.92 and had to be 7.3.
+        (0.8 * peak, f"does not fit, {0.28 * peak:.3g} more than the {0.72 * peak:.3g} GiB that are not reserved"),
     ):
         main([*line, "--memory-gib", str(size)])
         assert f"peak {peak:.3g} GiB: {says}; on a host 1 rank needs " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["H100", "h100"])
-def test_a_device_is_known_by_its_name_in_any_case(name):
-    assert load_device("--rates", name) == DEVICES["h100"]
+@pytest.mark.parametrize(("name", "gib", "tera"), [("H100", 80, 989), ("RTX 4090", 24, 165.2), ("mi300x", 192, 1307)])
+def test_a_device_is_known_by_its_name_as_people_write_it(name, gib, tera):
+    device = load_device("--rates", name)
+    assert (device.capacity, device.peak) == (gib * GIB, tera * 1e12)
 
 
 def test_the_users_own_plan_has_its_place_and_its_causes(capsys, tmp_path):

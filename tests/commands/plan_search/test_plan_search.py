@@ -17,7 +17,7 @@ from small_searches import MODEL, SLOW, found_by, run_search
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main
-from megapipe.commands.plan.pasted import flags_of
+from megapipe.commands.plan.pasted import flags_of, left_out
 from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
@@ -241,6 +241,29 @@ def test_flags_of_a_search_pasted_make_the_plan_that_it_promised(capsys, tmp_pat
         assert made["plan"] == found["plan"]
         assert made["step"]["predicted"]["seconds"] == found["step_s"]
         assert max(made["peak_bytes"]) == found["peak_bytes"]
+
+
+def test_a_check_of_pasted_flags_predicts_the_seconds_of_the_search(capsys, tmp_path):
+    """A search by A100s said 7.434 s, and a check of its flags 2.836 s, by an H100's rates."""
+    own = "--global-batch-size 8 --num-experts 4 --world-size 4"
+    best, _ = run_search(f"{own} --rates a100 --search-jobs 1 --among tp=1 micro=1", capsys, tmp_path)
+    for found in (best[0], best[-1]):
+        check(parse(Config, [*MODEL.split(), *own.split(), *found["flags"], "--check"]))
+        assert f"predicted step {found['step_s']:.4g} s" in capsys.readouterr().out
+
+
+def test_how_much_is_recomputed_leaves_with_what_is():
+    """--recompute-method stayed where --recompute-granularity was to be left out."""
+    own = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    words = [*MODEL.split(), *own.split(), "--global-batch-size", "4"]
+    found = found_by(f"{own} --global-batch-size 4", 1)
+    for x in found.best.values():
+        left = left_out(parse(Config, [*words, *flags_of(x.config)]), x.config)
+        recomputes_all = x.config.model.recompute_granularity == "full"
+        names = ["--recompute-granularity", "--recompute-method", "--recompute-num-layers"]
+        if x.config.model.recompute_granularity == "selective":
+            names = names[1:]
+        assert left == ([] if recomputes_all else names)
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,15 @@ def cell_of(
     partial = None
     if recompute:
         partial = model.num_microbatches_with_partial_activation_checkpoints
-    # A run refuses both of these fields without the recomputation that they are for.
+    # A run refuses these fields without the recomputation that they are for.
     modules = ModelConfig.recompute_modules
     if recompute == "selective":
         modules = model.recompute_modules
+    method = None
+    layers = None
+    if recompute == "full":
+        method = model.recompute_method
+        layers = model.recompute_num_layers
     # All-gather sends each token to all ranks of experts, all-to-all to the ranks of its top k.
     dispatcher: Literal["alltoall", "allgather"] = "allgather"
     if model.moe_router_topk < ep:
@@ -99,6 +104,8 @@ def cell_of(
         recompute_granularity=recompute,
         recompute_activations=False,
         recompute_modules=modules,
+        recompute_method=method,
+        recompute_num_layers=layers,
         num_microbatches_with_partial_activation_checkpoints=partial,
         sequence_parallel=tp > 1,
         tp_comm_overlap=model.tp_comm_overlap and tp > 1,

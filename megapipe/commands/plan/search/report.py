@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megapipe.commands.plan.pasted import CLOSE, pasted
+from megapipe.commands.plan.pasted import CLOSE, is_equal, pasted
 from megapipe.commands.plan.search.found import SearchResults, leaner
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
@@ -40,8 +40,8 @@ LeftOut = Callable[[Config], list[str]]
 ERROR = (
     "how sure: predicted seconds are off by 12% on average, 43% at most (29 published runs). For "
     "layouts of one model that differ in schedule, recomputation or expert tensor parallelism, "
-    f"ratios are off by less than {CLOSE:.0%} (30 published pairs), so closer plans are called "
-    "equal. Between other layouts little is known: in the two published pairs, of experts, "
+    f"ratios are off by less than {CLOSE:.0%} (30 published pairs), so closer ones of them are "
+    "called equal. Between other layouts little is known: in the two published pairs, of experts, "
     "messages between nodes took less than predicted, and ratios were off by 41% and 103%. "
     "Messages of --tp-comm-overlap are assumed to hide as far as products are longer."
 )
@@ -160,7 +160,7 @@ def _slower(x: TimedPlan, first: TimedPlan) -> str:
     more = (x.parts[worst] - first.parts[worst]) / first.step
     slower = x.step / first.step - 1
     text = f"{slower:.1%} slower than the first, {worst} {more:+.1%} of its step"
-    return f"{EQUAL * (slower < CLOSE)}{text}"
+    return f"{EQUAL * is_equal(first, x)}{text}"
 
 
 def _of_yours(
