@@ -164,7 +164,8 @@ def test_plans_closer_than_predictions_can_tell_are_called_equal():
         best[n] = replace(first, step=(1 + n / 100) * first.step, config=other)
     rows = [line for line in report(replace(found, best=best), Machine(GIB)).splitlines() if "% slower" in line]
     assert rows[3].startswith("      equal in time, within 5%: 4.0% slower than the first")
-    assert [row[:33] for row in (*rows[:3], rows[4])] == [f"      {n}.0% slower than the first" for n in (1, 2, 3, 6)]
+    others = [row.partition(" than the first")[0] for row in (*rows[:3], rows[4])]
+    assert others == [f"      {n}.0% slower" for n in (1, 2, 3, 6)]
 
 
 def test_one_plan_says_whether_it_fits_a_device_of_memory_gib(capsys):
