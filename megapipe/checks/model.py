@@ -137,7 +137,8 @@ def _longrope(model: ModelConfig, pairs: int) -> Iterator[str]:
 def _latent(model: ModelConfig) -> Iterator[str]:
     """Yield problems of rotary embedding in latent attention.
 
-    Problems are an odd number of rotated channels, and a --rotary-base of at most 1 under YaRN.
+    Problems are an odd number of rotated channels or none, and a --rotary-base of at most 1 under
+    YaRN.
     """
     latent = "--multi-latent-attention"
     dim = model.qk_pos_emb_head_dim

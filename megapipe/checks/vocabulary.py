@@ -14,8 +14,10 @@ from megapipe.data.tokenizers.tokenizer import Tokenizer, assumed_vocab_size
 def tokenizer_problems(config: Config, tokenizer: Tokenizer | None) -> list[str]:
     """Return the problems of the size of the embedding for this tokenizer.
 
+    Returns [] too if a number among the flags of the data is wrong, which other checks report.
+
     Args:
-        tokenizer: None if it could not be read; then there are none.
+        tokenizer: None if it could not be read; then there are no problems.
     """
     sound, _ = check_numbers(config)
     # With wrong numbers at their defaults the tokenizer would be another one.

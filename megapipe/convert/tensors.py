@@ -107,7 +107,7 @@ class SavedTensors:
         """Return the whole tensor of a name, on the CPU.
 
         Args:
-            key: the tensor's name in the files.
+            key: the tensor's name, as `renamed` returned it.
         """
         tensor = torch.empty(self.shapes[key], dtype=self.dtypes[key])
         for path, offsets in self._parts[key]:

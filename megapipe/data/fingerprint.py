@@ -57,10 +57,11 @@ def write_fingerprint(prefix: str, tokenizer: Tokenizer, kind: str) -> None:
 
 
 def forget_fingerprint(prefix: str) -> None:
-    """Delete the fingerprint of a former PREFIX.bin and PREFIX.idx.
+    """Delete the fingerprint of a former PREFIX.bin and PREFIX.idx, if there is one.
 
     Args:
         prefix: PREFIX.
+    Raises: DataError if the file cannot be deleted.
     """
     with writing(prefix):
         _path(prefix).unlink(missing_ok=True)

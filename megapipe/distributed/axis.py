@@ -181,7 +181,7 @@ class Axis:
         Args:
             into: [size * n, ...], the tensor for the result; None for a new one. If x is this
                 rank's slice of `into`, a GPU writes to `into` all the same, and a CPU to a new
-                tensor.
+                tensor. On an axis of size 1 the result is x, and `into` is not used.
         """
         if self.size == 1:
             return Pending(x)
@@ -198,7 +198,8 @@ class Axis:
 
         Args:
             into: [n, ...], the tensor for the result; None for a new one. If `into` is this rank's
-                slice of x, a GPU writes to `into` all the same, and a CPU to a new tensor.
+                slice of x, a GPU writes to `into` all the same, and a CPU to a new tensor. On an
+                axis of size 1 the result is x, and `into` is not used.
         """
         if self.size == 1:
             return Pending(x)

@@ -48,7 +48,10 @@ class Seats(Axis):
         return [self.over.ranks.index(rank) for rank in self.ranks]
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
-        """Combine x over the seats in their order, in place."""
+        """Combine x over the ranks of this replica, in the order of its seats and in place.
+
+        `op` is "sum", "max" or "min".
+        """
         first, *others = self._rows(x)
         for other in others:
             OF_TWO[op](first, other, out=first)
@@ -63,7 +66,10 @@ class Seats(Axis):
         return x.copy_(self._rows(x)[source])
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return the value of each seat's rank."""
+        """Return the values of this replica's ranks, in the order of its seats.
+
+        All ranks of `over` must call it. Values must be representable in JSON.
+        """
         everyone = self.over.gather_json(value)
         return [everyone[place] for place in self._places]
 

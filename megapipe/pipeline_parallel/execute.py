@@ -320,7 +320,11 @@ class _Runs(NamedTuple):
         return False
 
     def several(self, calls: Sequence[Call]) -> bool:
-        """Run the passes of a pair together. Return False, as the program need not begin again."""
+        """Run the passes of a pair together.
+
+        Returns: False, which says that the rank's program need not begin again. Only a pass V
+            may ask for that, and a pair has none.
+        """
         given = [self.hand.taken(call) for call in calls]
         begin = self.watch.mark()
         made = self.together(calls, self.stages, given, self.watch)

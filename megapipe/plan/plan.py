@@ -308,14 +308,15 @@ def stages_with_depths(place: Placement) -> tuple[int, ...]:
 
 
 def added_by_depths(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
-    """Return what multi-token prediction adds to a rank: (gradients, weights).
+    """Return how many vocabulary-sized tensors multi-token prediction adds to a rank.
 
-    A weight is the embedding or the head. Each module uses both, and adds a gradient of each. All
-    modules of a rank together add one weight of each, unless another stage of the rank has it.
+    Each module uses the embedding and the head, and has a gradient of its own for both. The modules
+    of a rank share one copy of the embedding and one of the head. A copy that another stage of the
+    rank has already is not counted.
 
     Args:
         spans: the rank's stages in one copy of the model.
-        tied: embedding and head are one weight.
+        tied: whether embedding and head are one weight, so that they need one copy.
     Returns: (number of gradients, number of weights).
     """
     # A depth has both from their owners after each update, and sends its gradients back.

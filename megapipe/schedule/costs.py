@@ -105,10 +105,11 @@ class Costs(FamilyCosts, CoreCosts):
 
     The fields are those in `CoreCosts` and in the costs of each family of passes. Methods compute
     the time of a pass, pair or message (`durations`, `of_step`, `lag`) and memory (`memory`).
-    `of_slice` returns the costs of one slice, `of_positions` the costs of the first stages, and
-    `by_stage` one field as a value for each stage.
+    `of_slice` returns the costs of one slice of a microbatch. `of_positions` returns the costs
+    of the model's first `count` stages. `by_stage` returns one field as a value for each stage.
 
-    Raises: ScheduleError for a number that is negative, NaN, or so large that sums may overflow.
+    Raises: ScheduleError for a number that is negative, NaN, or so large that sums may overflow,
+        and for a share above 1.
     """
 
     def __post_init__(self) -> None:

@@ -309,6 +309,7 @@ def compare(chaos: Chaos) -> bool:
 
     Both are compared at the iteration of the newest undamaged checkpoint.
     Returns: whether weights and printed numbers are bitwise equal.
+    Raises: ConfigError if there is no such checkpoint, or if the run without faults fails.
     """
     sound = newest_sound(chaos.save)
     if sound is None:

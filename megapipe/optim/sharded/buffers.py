@@ -114,7 +114,11 @@ class ShardedBuffers(FlatBuffers):
             self.grads.zero_()
 
     def sum_over_tp(self, tp: Axis) -> None:
-        """Sum gradients over tensor parallelism, if any were written since the last reduction."""
+        """Sum gradients over tensor parallelism, of parameters whose layout says `sum_over_tp`.
+
+        This has no effect if no gradients were written since the last reduction. Tied gradients are
+        left to `sum_tied`.
+        """
         if self._grads.there:
             super().sum_over_tp(tp)
 

@@ -120,7 +120,8 @@ class Ends(NamedTuple):
             loss.
         depth: number of the stage's module of multi-token prediction, from 1; 0 if it has none.
         counts: factor on the stage's loss, such as the weight of a multi-token prediction.
-        joins: takes the results on which a forward depends, and returns the forward's input.
+        joins: takes the results on which a forward depends, and returns the forward's input. For no
+            results, as on the first stage, `sum_of` returns None.
     """
 
     holds_loss: bool = False

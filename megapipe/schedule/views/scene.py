@@ -101,7 +101,10 @@ class Scene:
 
 
 def scene_of(schedule: Schedule, costs: Costs = UNIT) -> Scene:
-    """Return the scene of a schedule. Raises: ScheduleError if it cannot proceed."""
+    """Return a schedule with its simulated times and the lines of its picture, as a `Scene`.
+
+    Raises: ScheduleError if ranks deadlock.
+    """
     # Pictures, traces and lines of a terminal all draw this. When each walked the table by itself,
     # a new stream or a part of a pass was written four times.
     time = simulate(schedule, costs)

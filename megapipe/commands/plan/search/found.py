@@ -117,10 +117,10 @@ class SearchResults:
             self.keep(answer)
 
     def keep(self, sketch: ExtrapolatedPlan) -> None:
-        """Store a plan that fits, unless a faster one of the same layout and kind is stored.
+        """Store a plan that fits, unless a faster one with the same key is stored.
 
         Args:
-            sketch: the plan.
+            sketch: the plan. Its key is described at the class.
         """
         key = (sketch.layout, sketch.kind, sketch.moves)
         other = self.sketches.get(key)
@@ -139,10 +139,13 @@ class SearchResults:
         self.stopped = self.stopped or f"{looked}{why}"
 
     def take(self, made: TimedPlan | None, machine: Machine) -> None:
-        """Store a finished plan if it fits and is the best of its layout and kind.
+        """Store a finished plan if it fits and is the fastest with its key.
+
+        The key is described at the class. A plan that does not fit is counted in `lost`.
 
         Args:
-            made: the plan as a run makes it; None if a run cannot make it.
+            made: the plan as a run computes it; None if a run cannot make it, which counts as out
+                of memory.
             machine: the memory of a device and of a host.
         """
         if made is None or made.peak > machine.limit:

@@ -184,7 +184,7 @@ def shape_of(sizes: Sizes) -> Callable[[Pass], Shape | None] | None:
 
     Returns None if the vocabulary is not shared over the pipeline. The function itself returns None
     for hidden states of the usual shape. `sizes` has the numbers on which shapes depend.
-    Raises: ConfigError if sequences differ in length, or do not divide over the ranks.
+    Raises: ConfigError if sequences differ in length, or under context parallelism.
     """
     place = sizes.place
     length, batch, hidden = sizes.whole
