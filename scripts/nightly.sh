@@ -37,7 +37,7 @@ python -m tools.proofs.gpu.emulated.check --cases "${CASES:-300}" --seed "${SEED
 python -m tools.proofs.gpu.emulated.resumed
 python -m megapipe gpu-check --emulated --minutes 60 --output "$(mktemp -d)"
 python -m tools.proofs.inputs.commands --cases "${COMMAND_LINES:-5000}" --seed "${SEED:-$(date +%j)}"
-python tools/proofs/inputs/fuzz.py --cases "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
+python -m tools.proofs.inputs.fuzz --cases "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
 python -m tools.proofs.families.split --seed "$(( ${SEED:-$(date +%j)} * 4 ))"
 python -m tools.proofs.families.continued
 python -m tools.proofs.inputs.configs --seed "${SEED:-$(date +%j)}"

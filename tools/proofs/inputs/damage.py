@@ -1,89 +1,33 @@
-"""Damage as people and machines do it: to a JSON value, to bytes, to a file as a whole, to the
-words of a command.
-"""
+"""Damage as people and machines do it: to a JSON value, to bytes, to a file as a whole."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import math
 import re
 from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
 
-_WORDS = """
-0 -1 1 2 3 7 64 1000000000 99999999999999999999 -99999999999999999999
-0.5 -0.5 1e-300 1e308 1e999 nan inf -inf
-true None none auto x , , = -- - -x --x : 0:4 1,2 1,1,1 0,0,0 1,,1 ,1 a:b a=b 1-0 0-99 [] {} ' "
-missing.json . .. / /dev/null /proc/self/mem missing/folder/x
-x.py:f x.py os:path json:loads nowhere:f
-"""
-_LONG_WORDS = ("9" * 5000, "x" * 300, "x/" * 3000, "[" * 3000)
-ODD_WORDS = (
-    *_WORDS.split(),
-    *(
-        "",
-        " ",
-        "a b",
-        "0 4 8",
-        "\n",
-        '{"0": {"a": 1}}',
-        "\u00b2",
-        "\u0661",
-        "\u00e9",
-        "\u2028",
-        "\U0001f600",
-        "\udcff",
-    ),
-    *_LONG_WORDS,
-)
-"""Of a flag."""
+from tools.proofs.inputs.options import BORDER, WRONG
 
-ODD_VALUES: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        2,
-        3,
-        0.5,
-        -0.5,
-        2**31,
-        2**63,
-        -(2**63),
-        10**30,
-        1e-300,
-        1e308,
-        math.nan,
-        math.inf,
+ODD_VALUES = (
+    *json.loads(
+        r"""
+[null, true, false, 0, 1, -1, 2, 3, 0.5, -0.5, 1e-300, 1e308, NaN, Infinity,
+"", "x", "0", "1.5", "\u00e9", "\ud83d", "\u0000", "../../etc/passwd",
+[], {}, [[]], [1], ["x"], [null], {"x": 1}, {"": {}}, {"x": [{"x": [1, 2]}]}]
+"""
     ),
-    *("", "x", "0", "1.5", "\u00e9", "\ud83d", "\0", "../../etc/passwd", "x" * 300),
-    *([], {}, [[]], [1], ["x"], [None], {"x": 1}, {"": {}}, [0] * 3000, {"x": [{"x": [1, 2]}]}),
+    *(2**31, 2**63, -(2**63), 10**30, "x" * 300, [0] * 3000),
 )
 """Of a JSON file. DEEP and LONG stand for what json.dumps does not write."""
 DEEP, LONG = "@deep@", "@long@"
 _RAW = {DEEP: "[" * 20000 + "]" * 20000, LONG: "1" * 5000}
 _BYTES = (
-    b"",
-    b"\0",
-    b"\xff",
-    b"\xef\xbb\xbf",
-    b"\n",
-    b"\r\n",
-    b"{",
-    b"[",
-    b'"',
-    b",",
-    b"-1",
-    b"nan",
-    b"9" * 400,
-    b"\xff" * 8,
-    b"\0" * 64,
+    *b'\0 \xff \xef\xbb\xbf \n \r\n { [ " , -1 nan'.split(b" "),
+    *(b"", b"9" * 400, b"\xff" * 8, b"\0" * 64),
 )
 _TOKEN = re.compile(rb"[A-Za-z_.]+|-?[0-9]+(?:\.[0-9]+)?|[^\sA-Za-z0-9]|\s+")
 
@@ -97,11 +41,8 @@ def damage_json(text: str, draw: Random) -> str:
     for mark, raw in _RAW.items():
         out = out.replace(f'"{mark}"', raw)
     if isinstance(content, dict) and content and draw.random() < 0.05:  # a key for the second time
-        out = (
-            out[:-1]
-            + f", {json.dumps(draw.choice([*content]))}: {json.dumps(draw.choice(ODD_VALUES))}"
-            + "}"
-        )
+        key, value = draw.choice([*content]), draw.choice(ODD_VALUES)
+        out = f"{out[:-1]}, {json.dumps(key)}: {json.dumps(value)}}}"
     return out
 
 
@@ -121,16 +62,8 @@ def _changed(content: Any, draw: Random) -> Any:
             return content
         holder[key] = deepcopy(other[where])  # else a ring may come of it
     elif kind < 0.55 and isinstance(holder[key], int | float):
-        holder[key] = draw.choice(
-            (
-                -holder[key],
-                holder[key] + 1,
-                holder[key] * 2,
-                holder[key] * 1e9,
-                str(holder[key]),
-                holder[key] / 3,
-            )
-        )
+        old = holder[key]
+        holder[key] = draw.choice((-old, old + 1, old * 2, old * 1e9, old / 3, str(old)))
     elif kind < 0.6 and isinstance(holder, list):
         holder.insert(key, holder[key])
     else:
@@ -154,12 +87,8 @@ def damage_text(text: bytes, draw: Random) -> bytes:
         i = draw.randrange(len(tokens))
         kind = draw.randrange(4)
         if kind == 0:
-            tokens[i] = draw.choice(
-                [
-                    *_BYTES,
-                    *(w.encode(errors="surrogatepass") for w in ODD_WORDS[: -len(_LONG_WORDS)]),
-                ]
-            )
+            word = draw.choice((*WRONG, *BORDER)).encode(errors="surrogatepass")
+            tokens[i] = draw.choice((word, draw.choice(_BYTES)))
         elif kind == 1:
             del tokens[i : i + draw.choice((1, 1, 5, 50))]
         elif kind == 2:
@@ -227,9 +156,8 @@ def damage_file(path: Path, draw: Random) -> str:
 
 
 def _whole(path: Path, draw: Random) -> str:
-    kind = draw.choice(
-        ("removed", "emptied", "a folder", "a loop", "without permission", "/dev/null")
-    )
+    kinds = ("removed", "emptied", "a folder", "a loop", "without permission", "/dev/null")
+    kind = draw.choice(kinds)
     if kind == "without permission":
         path.chmod(0)
         return kind
@@ -241,29 +169,3 @@ def _whole(path: Path, draw: Random) -> str:
     elif kind != "removed":
         path.symlink_to(path.name if kind == "a loop" else kind)
     return kind
-
-
-def damage_words(words: list[str], known: list[str], draw: Random) -> list[str]:
-    """Change some words of a command. known: its flags, also flags that it does not need."""
-    words = list(words)
-    for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        i = draw.randrange(len(words) + 1)
-        kind = draw.random()
-        values = [n for n, word in enumerate(words) if not word.startswith("--")]
-        if kind < 0.4 and values:
-            words[draw.choice(values)] = draw.choice(ODD_WORDS)
-        elif kind < 0.7:
-            given = [draw.choice(known)] if known else []
-            words[i:i] = given + [
-                draw.choice(ODD_WORDS) for _ in range(draw.choice((0, 1, 1, 1, 2)))
-            ]
-        elif kind < 0.8 and words:
-            del words[i % len(words)]
-        elif kind < 0.85 and words:
-            words.insert(i, draw.choice(words))
-        elif kind < 0.9 and words:
-            words[i % len(words)] += f"={draw.choice(ODD_WORDS)}"
-        else:
-            words.insert(i, draw.choice(ODD_WORDS))
-    # No argument of a process holds a NUL, nor bytes that the system would not take.
-    return [word.replace("\0", "")[:100000] for word in words]

@@ -1,107 +1,16 @@
-"""Command lines: good ones from commands.toml, with flags added, changed, doubled, cut off and
-misspelled.
-"""
+"""Lines of a scene with flags added, changed, doubled, cut off and misspelled."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from functools import cached_property
-from pathlib import Path
 from random import Random
-from string import Template
-from typing import Any
 
-from tools.proofs.inputs import small_files
-from tools.proofs.inputs.options import WRONG, Option, options_of, options_of_a_run
+from tools.proofs.inputs.options import WRONG, Option
+from tools.proofs.inputs.scenes import Scene
 
 Groups = list[list[str]]
 """A line: words before any flag, then each flag with the words that follow it. `--` is a group too.
 """
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A command in a folder where it works.
-
-    Attributes:
-        lines: words that work.
-        made: the function of tools/proofs/inputs/small_files.py that fills the folder.
-        seconds: the time that every line is promised to take at most.
-        weight: how often it is drawn.
-        ranks: False ends a command where it would start a process.
-        stable: equal lines print the same.
-        of_a_run: flags of a run that it takes too, and which of them are looked at: "told", all, as
-            the command tells what becomes of each; "trained", those that decide numbers; "planned",
-            none: those that a plan does not depend on act in the run.
-        ends: flags with which a line ends at its first process, before others can act.
-        codes: exit statuses, in addition to 0 and 2, that the command documents.
-        shared: the table of values, work and reasons of all commands.
-        values, most, silent: those of this one.
-    """
-
-    name: str
-    command: str
-    lines: str
-    made: str = "nothing"
-    seconds: float = 5.0
-    weight: float = 1.0
-    ranks: bool = True
-    stable: bool = True
-    of_a_run: str = ""
-    ends: str = ""
-    codes: tuple[int, ...] = ()
-    shared: Mapping[str, Any] = field(default_factory=dict)
-    values: Mapping[str, str] = field(default_factory=dict)
-    most: Mapping[str, float] = field(default_factory=dict)
-    silent: Mapping[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def of_run(self) -> dict[str, Option]:
-        """Flags of a run, by name."""
-        return {option.name: option for option in options_of_a_run()} if self.of_a_run else {}
-
-    def own(self, words: Sequence[str]) -> dict[str, Option]:
-        """Flags of the command's own, by name."""
-        return {option.name: option for option in options_of(self.command, words)}
-
-    def looks_at(self, option: Option) -> bool:
-        """Return whether a flag of a run must change the output that is compared."""
-        return self.of_a_run == "told" or (self.of_a_run == "trained" and option.decides)
-
-    def given(self, flag: str) -> list[str]:
-        """Values of a flag that mean something here."""
-        texts = self.values.get(flag, self.shared["values"].get(flag))
-        return [] if texts is None else texts.split()
-
-    def limit(self, flag: str) -> float | None:
-        """The largest number that is drawn for a flag that a command's work grows with."""
-        found: float | None = self.most.get(flag, self.shared["most"].get(flag))
-        return found
-
-    def reason(self, flag: str) -> str | None:
-        """Why a flag may change nothing that can be seen here; None where it may not."""
-        rows = [*self.silent.items(), *self.shared["silent"].items()]
-        return next(
-            (why for names, why in rows if any(fnmatchcase(flag, name) for name in names.split())),
-            None,
-        )
-
-
-def read_scenes() -> dict[str, Scene]:
-    """By name."""
-    text = (Path(__file__).parent / "commands.toml").read_text(encoding="utf-8")
-    rows: dict[str, dict[str, Any]] = tomllib.loads(
-        Template(text).safe_substitute(small_files.WORDS)
-    )
-    shared = rows.pop("all")
-    found = {}
-    for name, row in rows.items():
-        row = {"command": name, **row, "codes": tuple(row.get("codes", ())), "shared": shared}
-        found[name] = Scene(name=name, **row)
-    return found
 
 
 def groups_of(words: Sequence[str]) -> Groups:

@@ -1,6 +1,4 @@
-"""Small valid files of every kind that a user hands to a command: what tools/proofs/inputs/fuzz.py
-damages.
-"""
+"""Small files of every kind that a user hands to a command; fuzz.py damages them."""
 
 from __future__ import annotations
 
@@ -76,17 +74,15 @@ def costs(folder: Path) -> None:
     )
     (folder / "costs.json").write_text(dump_costs(of_stages))
     message = '{"latency": 0.1, "bytes": [1, 2, 3], "bandwidth": 10}'
-    (folder / "costs2.json").write_text(
-        f'{{"f": 10, "b": [11, 12, 13, 14], "w": 8, "comm": {message}, "overhead": 0.5}}'
-    )
-    (folder / "device.json").write_text(
-        '{"flops": 1e14, "node": 2, "inside": 1e11, "outside": 1e10, "latency": 1e-5, "overhead": '
-        "1e-4}"
-    )
+    more = f'"w": 8, "comm": {message}, "overhead": 0.5'
+    (folder / "costs2.json").write_text(f'{{"f": 10, "b": [11, 12, 13, 14], {more}}}')
+    device = {"flops": 1e14, "node": 2, "inside": 1e11, "outside": 1e10}
+    device |= {"latency": 1e-5, "overhead": 1e-4}
+    (folder / "device.json").write_text(json.dumps(device))
 
 
 def schedules(folder: Path) -> None:
-    """Write schedules as files of each kind, and as functions of a user, good and bad."""
+    """Write schedules as files of each kind."""
     from megapipe.schedule import build
     from megapipe.schedule.text import to_csv, to_json
 
@@ -95,56 +91,62 @@ def schedules(folder: Path) -> None:
     (folder / "three.json").write_text(to_json(build("zb-v", 4, 8)))
     (folder / "four.csv").write_text(to_csv(build("dualpipe", 4, 8)))
     (folder / "five.csv").write_text(to_csv(build("1f1b", 4, 8), torch=True))
-    head = (
-        "from megapipe.schedule import Kind, Pass, Placement, Schedule, build, loop\n"
-        "def make(ranks, microbatches):\n    good = build('1f1b', ranks, microbatches).ranks\n"
-    )
-    bodies = {
-        **{
-            "good": "return build('zb-h1', ranks, microbatches)",
-            "none": "return None",
-            "text": "return 'x'",
-        },
-        **{"raises": "raise KeyError('x')", "ends": "raise SystemExit", "divides": "return 1 / 0"},
-        **{"deep": "return make_deep(ranks, microbatches)", "table": "return [[(Kind.F, 0, 0)]]"},
-        "empty": "return Schedule('x', loop(ranks, 1), microbatches, ())",
-        "rows": "return Schedule('x', loop(ranks, 1), microbatches, ((),) * ranks)",
-        "nones": "return Schedule('x', loop(ranks, 1), microbatches, (None,) * ranks)",
-        "words": "return Schedule('x', loop(ranks, 1), microbatches, (('F', 'B'),) * ranks)",
-        "placement": "return Schedule('x', None, microbatches, good)",
-        "places": "return Schedule('x', Placement((0, 'a', None, 1.5)), microbatches, good)",
-        "name": "return Schedule(None, loop(ranks, 1), microbatches, good)",
-        "huge": "return Schedule('x', loop(ranks, 1), microbatches, "
-        "(((Pass(Kind.F, 10**9, 10**9),),),) * ranks)",
-        "negative": "return Schedule('x', loop(ranks, 1), microbatches, "
-        "(((Pass(Kind.F, -1, -1),),),) * ranks)",
-        "shares": "return Schedule('x', loop(ranks, 2), microbatches, good)",
-    }
-    for name, body in bodies.items():
-        (folder / f"{name}.py").write_text(f"{head}    {body}\nmake_deep = make\nnumber = 5\n")
-    (folder / "broken.py").write_text("def make(ranks, microbatches:\n")
-    (folder / "import.py").write_text("import nothing_that_exists\n")
-    (folder / "class.py").write_text(
-        "class make:\n    def __init__(self, ranks, microbatches):\n        pass\n"
-    )
+
+
+_HEAD = """
+from megapipe.schedule import Kind, Pass, Placement, Schedule, build, loop
+def make(ranks, microbatches):
+    good = build('1f1b', ranks, microbatches).ranks
+    {}
+make_deep = make
+number = 5
+"""
+_BODIES = """
+good       return build('zb-h1', ranks, microbatches)
+none       return None
+text       return 'x'
+raises     raise KeyError('x')
+ends       raise SystemExit
+divides    return 1 / 0
+deep       return make_deep(ranks, microbatches)
+table      return [[(Kind.F, 0, 0)]]
+empty      return Schedule('x', loop(ranks, 1), microbatches, ())
+rows       return Schedule('x', loop(ranks, 1), microbatches, ((),) * ranks)
+nones      return Schedule('x', loop(ranks, 1), microbatches, (None,) * ranks)
+words      return Schedule('x', loop(ranks, 1), microbatches, (('F', 'B'),) * ranks)
+placement  return Schedule('x', None, microbatches, good)
+places     return Schedule('x', Placement((0, 'a', None, 1.5)), microbatches, good)
+name       return Schedule(None, loop(ranks, 1), microbatches, good)
+huge       return Schedule('x', loop(ranks, 1), microbatches, (((Pass(Kind.F, 9**9, 9**9),),),) * ranks)
+negative   return Schedule('x', loop(ranks, 1), microbatches, (((Pass(Kind.F, -1, -1),),),) * ranks)
+shares     return Schedule('x', loop(ranks, 2), microbatches, good)
+"""
+_BROKEN = {
+    "broken": "def make(ranks, microbatches:",
+    "import": "import nothing_that_exists",
+    "class": "class make:\n    def __init__(self, ranks, microbatches):\n        pass",
+}
+
+
+def programs(folder: Path) -> None:
+    """Write schedules as functions of a user, good and bad."""
+    bodies = dict(line.split(maxsplit=1) for line in _BODIES.strip().splitlines())
+    sources = _BROKEN | {name: _HEAD.format(body) for name, body in bodies.items()}
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source + "\n")
 
 
 def text(folder: Path) -> None:
     """Lines of JSON and plain text, packed and not."""
-    lines = (
-        "\n".join(
-            json.dumps({"text": line, "n": i, "more": {"x": [1, line]}})
-            for i, line in enumerate(TEXT)
-        )
-        + "\n"
-    )
+    rows = ({"text": line, "n": i, "more": {"x": [1, line]}} for i, line in enumerate(TEXT))
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     (folder / "c.jsonl").write_text(lines)
     (folder / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode(), 1, mtime=0))
-    (folder / "ids.jsonl").write_text(
-        "\n".join(json.dumps({"text": f"{i} 5 7 9"}) for i in range(60))
-    )
-    (folder / "p.txt").write_text("\n".join(TEXT))
-    (folder / "p.txt.gz").write_bytes(gzip.compress("\n".join(TEXT).encode(), 1, mtime=0))
+    ids = (json.dumps({"text": f"{i} 5 7 9"}) for i in range(60))
+    (folder / "ids.jsonl").write_text("\n".join(ids))
+    plain = "\n".join(TEXT)
+    (folder / "p.txt").write_text(plain)
+    (folder / "p.txt.gz").write_bytes(gzip.compress(plain.encode(), 1, mtime=0))
 
 
 def tokenizers(folder: Path) -> None:
@@ -170,11 +172,11 @@ def tokenizers(folder: Path) -> None:
     slow = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPT2Tokenizer"}
     (folder / "slow" / "tokenizer_config.json").write_text(json.dumps(slow))
     (folder / "slow" / "config.json").write_text('{"model_type": "gpt2"}')
+    words = [*(bytes([i]) for i in range(256)), b"th"]
     ranks = [
-        {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": "x"}
-        for i in range(256)
+        {"rank": i, "token_bytes": base64.b64encode(word).decode(), "token_str": "x"}
+        for i, word in enumerate(words)
     ]
-    ranks += [{"rank": 256, "token_bytes": base64.b64encode(b"th").decode(), "token_str": "th"}]
     (folder / "tik.json").write_text(json.dumps(ranks))
 
 
@@ -216,134 +218,37 @@ def checkpoint(folder: Path) -> None:
 
 
 def hugging_face(folder: Path) -> None:
-    """A Llama in two files and a GPT-2 in one."""
-    _llama(folder)
-    _gpt2(folder)
+    """Write a GPT-2 in one file and a Llama in two, as we export them."""
+    checkpoint(folder)
+    _call(folder, "tools/convert_checkpoint.py", "--load ck --to-huggingface two --no-check")
+    _call(folder, "pretrain_gpt.py", f"{WORDS['MOCK']} {_LLAMA} --num-layers 2 --save llama")
+    _call(folder, "tools/convert_checkpoint.py", "--load llama --to-huggingface hf --no-check")
+    for made in ("ck", "llama"):
+        shutil.rmtree(folder / made)
+    _in_two_files(folder / "hf")
 
 
-def _llama(folder: Path) -> None:
-    """In two files."""
-    import torch
-    from safetensors.torch import save_file
+_LLAMA = (
+    "--normalization RMSNorm --swiglu --ffn-hidden-size 24 --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 --save-interval 2"
+)
 
-    (folder / "hf").mkdir()
-    config = {
-        **{
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 16,
-            "intermediate_size": 24,
-        },
-        **{
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 32,
-            "head_dim": 4,
-        },
-        **{
-            "max_position_embeddings": 16,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        },
-        **{
-            "rope_theta": 1e4,
-            "rope_scaling": None,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "torch_dtype": "float32",
-        },
-    }
-    (folder / "hf" / "config.json").write_text(json.dumps(config))
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens": (32, 16),
-        "model.norm": (16,),
-        "lm_head": (32, 16),
-    }
+
+def _in_two_files(folder: Path) -> None:
+    """Deal the tensors of a folder to two files, with an index of them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    where: dict[str, str] = {}
     for i in range(2):
-        layer: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj": (16, 16),
-            "self_attn.k_proj": (8, 16),
-            "self_attn.v_proj": (8, 16),
-        }
-        layer |= {
-            "self_attn.o_proj": (16, 16),
-            "mlp.gate_proj": (24, 16),
-            "mlp.up_proj": (24, 16),
-            "mlp.down_proj": (16, 24),
-        }
-        layer |= {"input_layernorm": (16,), "post_attention_layernorm": (16,)}
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-    parts = [dict([*tensors.items()][i::2]) for i in range(2)]
-    names = [f"model-{i + 1:05}-of-00002.safetensors" for i in range(2)]
-    for name, part in zip(names, parts, strict=True):
-        save_file(part, folder / "hf" / name)
-    where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        part = dict(list(tensors.items())[i::2])
+        name = f"model-{i + 1:05}-of-00002.safetensors"
+        save_file(part, folder / name)
+        where |= dict.fromkeys(part, name)
     index = {"metadata": {"total_size": 1}, "weight_map": where}
-    (folder / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _gpt2(folder: Path) -> None:
-    """In one file."""
-    import torch
-    from safetensors.torch import save_file
-
-    two = {
-        **{
-            "model_type": "gpt2",
-            "n_embd": 16,
-            "n_layer": 1,
-            "n_head": 2,
-            "n_positions": 16,
-            "n_ctx": 16,
-            "vocab_size": 32,
-        },
-        **{
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "resid_pdrop": 0.1,
-        },
-        **{
-            "embd_pdrop": 0.1,
-            "attn_pdrop": 0.1,
-            "scale_attn_weights": True,
-            "architectures": ["GPT2LMHeadModel"],
-        },
-    }
-    folder = folder / "two"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(two))
-    of_layer: dict[str, tuple[int, ...]] = {
-        "ln_1.weight": (16,),
-        "ln_1.bias": (16,),
-        "ln_2.weight": (16,),
-        "ln_2.bias": (16,),
-    }
-    of_layer |= {
-        "attn.c_attn.weight": (16, 48),
-        "attn.c_attn.bias": (48,),
-        "attn.c_proj.weight": (16, 16),
-        "attn.c_proj.bias": (16,),
-    }
-    of_layer |= {
-        "mlp.c_fc.weight": (16, 64),
-        "mlp.c_fc.bias": (64,),
-        "mlp.c_proj.weight": (64, 16),
-        "mlp.c_proj.bias": (16,),
-    }
-    whole: dict[str, tuple[int, ...]] = {
-        "wte.weight": (32, 16),
-        "wpe.weight": (16, 16),
-        "ln_f.weight": (16,),
-        "ln_f.bias": (16,),
-    }
-    whole |= {f"h.0.{name}": shape for name, shape in of_layer.items()}
-    save_file(
-        {f"transformer.{k}": torch.zeros(s) for k, s in whole.items()}, folder / "model.safetensors"
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def megatron(folder: Path) -> None:
@@ -363,22 +268,10 @@ def traces(folder: Path) -> None:
     for rank, row in enumerate(schedule.ranks):
         passes = [(str(p), timeline.start[p], timeline.end[p]) for (p,) in row]
         many = [(n, a + 100 * i, b + 100 * i) for i in range(2) for n, a, b in passes]
-        events = [
-            {
-                "ph": "X",
-                "cat": "user_annotation",
-                "name": n,
-                "ts": a,
-                "dur": b - a,
-                "pid": 7,
-                "tid": 1,
-            }
-            for n, a, b in many
-        ]
+        kept = {"ph": "X", "cat": "user_annotation", "pid": 7, "tid": 1}
+        events = [kept | {"name": n, "ts": a, "dur": b - a} for n, a, b in many]
         content = json.dumps({"baseTimeNanoseconds": 1000, "traceEvents": events})
-        if rank:
-            (folder / f"rank-{rank}.json").write_text(content)
-        else:
-            (folder / f"rank-{rank}.json.gz").write_bytes(
-                gzip.compress(content.encode(), 1, mtime=0)
-            )
+        (folder / f"rank-{rank}.json").write_text(content)
+    packed = gzip.compress((folder / "rank-0.json").read_bytes(), 1, mtime=0)
+    (folder / "rank-0.json.gz").write_bytes(packed)
+    (folder / "rank-0.json").unlink()

@@ -5,12 +5,29 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+VERDICTS = ("accepted", "refused", "traceback", "unclear", "silent", "too slow")
 GOOD = ("accepted", "refused")
 """Verdicts on a command that did what it should."""
+
+
+def breakdown(code: int | None, text: str) -> str | None:
+    """Return the verdict on a command that did not come to an end of its own; None if it did.
+
+    code: its exit status, None if it was killed.
+    """
+    if code is None:
+        return "too slow"
+    signs = ("Traceback (most recent call last)", "panicked at", "AssertionError")
+    return "traceback" if any(sign in text for sign in signs) else None
+
+
+def names_one_of(text: str, words: Iterable[str]) -> bool:
+    """Return whether a message has one of the words in it."""
+    return any(re.search(rf"(?<!\w){re.escape(word)}", text) for word in words)
 
 
 @dataclass
@@ -18,7 +35,6 @@ class Tally:
     """Counts verdicts, and keeps the longest time of each scene in milliseconds."""
 
     scenes: Sequence[str]
-    verdicts: Sequence[str]
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     slowest: Counter[str] = field(default_factory=Counter)
 
@@ -39,11 +55,11 @@ class Tally:
 
     def report(self) -> str:
         """Return a table with a row for each scene and one for all."""
-        head = ["command", "draws", *self.verdicts, "slowest, ms"]
+        head = ["command", "draws", *VERDICTS, "slowest, ms"]
         rows = [head, ["---", *["---:"] * (len(head) - 1)]]
         for name in [*self.scenes, "all"]:
             own = [scene for scene in self.scenes if name in (scene, "all")]
-            cells = [sum(self.counts[x, verdict] for x in own) for verdict in self.verdicts]
+            cells = [sum(self.counts[x, verdict] for x in own) for verdict in VERDICTS]
             slowest = max((self.slowest[x] for x in own), default=0)
             rows.append([name, *map(str, [sum(cells), *cells, slowest])])
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
