@@ -131,7 +131,8 @@ def judge(scene: Scene, outcome: Outcome, words: Sequence[str]) -> str:
         return "accepted"
     # Standard error has bytes that are no text in this form.
     printed = {word.encode(errors="backslashreplace").decode() for word in words} - {""}
-    named = names_one_of(text, {*printed, "--", "''", "argument", "arguments"})
+    # What is missing is no word of the line.
+    named = names_one_of(text, {*printed, "--", "''", "argument", "missing"})
     errors = len(re.findall(r"^\S.*?\berror: ", text, re.M))
     return "refused" if errors == 1 and named else "unclear"
 

@@ -117,7 +117,7 @@ words      return Schedule('x', loop(ranks, 1), microbatches, (('F', 'B'),) * ra
 placement  return Schedule('x', None, microbatches, good)
 places     return Schedule('x', Placement((0, 'a', None, 1.5)), microbatches, good)
 name       return Schedule(None, loop(ranks, 1), microbatches, good)
-huge       return Schedule('x', loop(ranks, 1), microbatches, (((Pass(Kind.F, 9**9, 9**9),),),) * ranks)
+huge       return Schedule('x', loop(ranks, 1), 4, (((Pass(Kind.F, 9**9, 9**9),),),) * ranks)
 negative   return Schedule('x', loop(ranks, 1), microbatches, (((Pass(Kind.F, -1, -1),),),) * ranks)
 shares     return Schedule('x', loop(ranks, 2), microbatches, good)
 """
