@@ -6,7 +6,8 @@ import ast
 
 import pytest
 
-from tools.proofs import mutants
+from tools.proofs.mutants import __main__ as judging
+from tools.proofs.mutants import draw as mutants
 
 SOURCE = '''\
 """A docstring of 1 word."""
@@ -54,7 +55,8 @@ def drawn(tmp_path, monkeypatch):
     (tmp_path / "megapipe" / "room").mkdir(parents=True)
     (tmp_path / "megapipe" / "room" / "file.py").write_text(SOURCE)
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    monkeypatch.setattr(mutants, "ROOMS", {"room": ("room: file", "room: file")})
+    for module in (mutants, judging):
+        monkeypatch.setattr(module, "ROOMS", {"room": ("room: file", "room: file")})
     return mutants.draw(["room"], 0)
 
 
@@ -74,7 +76,7 @@ def test_a_seed_draws_the_same_mutants_in_the_same_order(drawn):
 
 def test_survivors_are_shown_with_their_lines_and_counted_by_room(drawn):
     judged = [drawn[n]._asdict() | {"result": result} for n, result in enumerate(["killed", "survived", "hangs"])]
-    text = mutants.report(judged)
+    text = judging.report(judged)
     assert text.startswith(
         f"{drawn[1].path}:{drawn[1].line}\n- {drawn[1].before.strip()}\n+ {drawn[1].after.strip()}\n"
     )

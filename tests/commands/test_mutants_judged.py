@@ -1,15 +1,14 @@
-"""The tests that judge a mutant, and the functions that get its code."""
+"""The tests that judge a mutant, and the end of a fork that runs them."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 
 import pytest
 from coverage import CoverageData
 
-from tools.proofs.mutants_lines import Lines
-from tools.proofs.mutants_warm import COLD, change, forked
+from tools.proofs.mutants.copy import forked
+from tools.proofs.mutants.lines import Lines
 
 SOURCE = """\
 NUMBER = 1
@@ -53,20 +52,20 @@ def lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line, limit, tests, seconds, imports",
+    "line, limit, tests, seconds",
     [
-        (9, 99, [FAST], 1, False),
-        (10, 99, [NEAR, FAST], 5, False),
-        (11, 99, [NEAR, FAST], 5, False),  # of the statement that goes on there
-        (12, 99, [FAST, SLOW], 31, False),
-        (12, 20, [FAST], 1, False),
-        (12, 0, [FAST], 1, False),  # at least one
-        (4, 99, [NEAR, FAST, SLOW], 35, True),
-        (7, 99, [NEAR, FAST, SLOW], 35, True),
+        (9, 99, [FAST], 1),
+        (10, 99, [NEAR, FAST], 5),
+        (11, 99, [NEAR, FAST], 5),  # of the statement that goes on there
+        (12, 99, [FAST, SLOW], 31),
+        (12, 20, [FAST], 1),
+        (12, 0, [FAST], 1),  # at least one
+        (4, 99, [NEAR, FAST, SLOW], 35),
+        (7, 99, [NEAR, FAST, SLOW], 35),
     ],
 )
-def test_the_tests_that_run_a_line_judge_it_near_and_fast_ones_first(lines, line, limit, tests, seconds, imports):
-    assert lines.judges("megapipe/room/file.py", SOURCE, line, limit) == (tests, seconds, imports)
+def test_the_tests_that_run_a_line_judge_it_near_and_fast_ones_first(lines, line, limit, tests, seconds):
+    assert lines.judges("megapipe/room/file.py", SOURCE, line, limit) == (tests, seconds)
 
 
 def test_a_file_that_nobody_was_seen_to_run_is_judged_by_the_tests_of_its_name(lines):
@@ -74,29 +73,7 @@ def test_a_file_that_nobody_was_seen_to_run_is_judged_by_the_tests_of_its_name(l
     assert lines.judges("megapipe/room/a.py", SOURCE, 9, 99).tests == [NEAR, SLOW]
 
 
-@pytest.fixture
-def module(tmp_path):
-    path = tmp_path / "changed.py"
-    path.write_text(SOURCE)
-    spec = importlib.util.spec_from_file_location("changed", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_what_was_imported_does_as_the_changed_source(module):
-    counter, double = module.Counter(), module.scaled(2)
-    functions = [module.Counter.after, module.scaled, double]
-    change(functions, SOURCE.replace("(n +", "(n -").replace("by * x", "by + x"))
-    assert (counter.after(7), counter.after(0), double(5), module.scaled(3)(5)) == (5, 0, 7, 8)
-
-
-def test_a_function_that_cannot_take_the_change_is_judged_elsewhere(module):
-    with pytest.raises(ValueError, match="free vars"):
-        change([module.scaled(2)], SOURCE.replace("by * x", "x"))
-
-
-@pytest.mark.parametrize("status, result", [(0, "survived"), (1, "killed"), (COLD, "cold")])
+@pytest.mark.parametrize("status, result", [(0, "survived"), (1, "killed")])
 def test_a_fork_ends_with_what_became_of_the_mutant(status, result):
     assert forked(lambda: status, 60)[0] == result
 

@@ -24,7 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.proofs.mutants import ROOT, copy_repository
+from tools.proofs.mutants.copy import copy_repository
+from tools.proofs.mutants.draw import ROOT
 
 WARM = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "numpy.random")
 """What the package imports of others: forks share it."""

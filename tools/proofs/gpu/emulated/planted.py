@@ -216,7 +216,8 @@ def _search(
 
     Returns: the first training that notices, and what it says.
     """
-    from tools.proofs.mutants import ROOT, copy_repository
+    from tools.proofs.mutants.copy import copy_repository
+    from tools.proofs.mutants.draw import ROOT
 
     copy.mkdir(parents=True)
     copy_repository(copy)

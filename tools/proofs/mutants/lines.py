@@ -1,4 +1,4 @@
-"""Which tests run a line: what coverage and a JUnit report have recorded, see mutants_record.py."""
+"""Which tests run a line: what coverage and a JUnit report have recorded, see record.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class Judges(NamedTuple):
-    """Tests in their order, the seconds that they take, and whether an import runs the line."""
+    """Tests in their order, and the seconds that they take."""
 
     tests: list[str]
     seconds: float
-    imports: bool
 
 
 class Lines:
@@ -67,7 +66,7 @@ class Lines:
                 break
             tests.append(test)
             seconds += self._seconds[test]
-        return Judges(tests, seconds, imports)
+        return Judges(tests, seconds)
 
     def _cost(self, test: str, room: str) -> float:
         return self._seconds[test] / (NEAR if test.startswith(room) else 1)
