@@ -18,6 +18,7 @@
 #include "allocator.h"
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -91,7 +92,7 @@ void check(const Reading& reading) {
 }
 
 struct Lane {
-  int device;
+  int device = 0;
   Clock clock;
   std::deque<Job> jobs;
   uint64_t asked = 0;
@@ -100,18 +101,26 @@ struct Lane {
 
 std::vector<Lane> lanes;             // by number; that of a device's default stream is the device's
 std::vector<Clock> known(kDevices);  // what has ended when the host has last waited for a device
+std::vector<int> streams(kDevices);  // the number of streams of each device
 
 void merge(Clock& into, const Clock& other) {
   if (into.size() < other.size()) into.resize(other.size());
   for (size_t i = 0; i < other.size(); ++i) into[i] = std::max(into[i], other[i]);
 }
 
+// A stream's number tells its device. Ranks that are processes have a device each, so a stream has one number in the clocks of
+// all of them. Streams in between, of other devices, are made here too.
 int new_lane(int device) {
-  Lane lane{device, known[device], {}, 0, {}};
-  lane.clock.resize(std::max(lane.clock.size(), lanes.size() + 1));
-  lane.clock[lanes.size()] = 1;
-  lanes.push_back(std::move(lane));
-  return static_cast<int>(lanes.size()) - 1;
+  const int number = device + kDevices * streams[device]++;
+  while (lanes.size() <= static_cast<size_t>(number)) {
+    Lane lane;
+    lane.device = static_cast<int>(lanes.size()) % kDevices;
+    lane.clock.resize(lanes.size() + 1);
+    lane.clock[lanes.size()] = 1;
+    lanes.push_back(std::move(lane));
+  }
+  merge(lanes[number].clock, known[device]);
+  return number;
 }
 
 void start() {
@@ -650,6 +659,28 @@ void drop_event(void* event) { delete static_cast<Event*>(event); }
 void record_event(void* event, int lane) {
   Lock lock;
   *static_cast<Event*>(event) = recorded(lane);
+}
+// What an event stands behind, for a rank that is another process: "stream:tick" for each stream.
+const char* clock_of(void* event) {
+  static thread_local std::string text;
+  const auto& clock = static_cast<Event*>(event)->clock;
+  text.clear();
+  for (size_t i = 0; i < clock.size(); ++i)
+    if (clock[i]) text += std::to_string(i) + ":" + std::to_string(clock[i]) + " ";
+  return text.c_str();
+}
+// What a stream gets from here on comes after the event of another process that has this clock.
+void wait_clock(int lane, const char* text) {
+  Clock clock;
+  while (*text) {
+    char* end;
+    const size_t number = std::strtoull(text, &end, 10);
+    if (clock.size() <= number) clock.resize(number + 1);
+    clock[number] = std::strtoull(end + 1, &end, 10);
+    text = end + 1;
+  }
+  Lock lock;
+  merge(lanes[lane].clock, clock);
 }
 void wait_event(int lane, void* event) { wait_for(lane, *static_cast<Event*>(event)); }
 void host_waits_event(void* event) { host_waits(*static_cast<Event*>(event)); }

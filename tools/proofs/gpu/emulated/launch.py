@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +30,32 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 from torch.distributed.distributed_c10d import GroupName
 
 from tools.proofs.gpu.emulated import nccl
-from tools.proofs.gpu.emulated.streams import Library
+from tools.proofs.gpu.emulated.streams import Event, Library, wait_clock
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Told(nccl.Shared):
+    """What ranks know that are processes: each puts the clocks of its parts into a store.
+
+    Without the clocks a rank would not know that its message has gone when the answer has come.
+    What the ranks bring is not compared here.
+
+    Attributes:
+        store: of the communicator.
+    """
+
+    store: Any = None
+
+    def begin(self, part: tuple[object, ...], end: Event) -> None:
+        """Let the other ranks know the clock of a part of this rank."""
+        self.store.set(repr(part), end.clock())
+
+    def wait(self, part: tuple[object, ...]) -> None:
+        """Let the current stream wait for a part of another rank, if that has begun."""
+        if self.store.check([repr(part)]):
+            wait_clock(self.store.get(repr(part)))
 
 
 # The communicator's operations take the arguments that are used, not all those of torch's stubs.
@@ -54,10 +78,10 @@ class Group(nccl.Communicator, dist.ProcessGroup):  # type: ignore[misc]
         gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options._timeout)
         inner._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         device = torch.device("cuda", torch.cuda.current_device())
+        # A copy of the store: a rank that waits in the first one, for a group, holds up its users.
+        told = Told(store=PrefixStore("clocks", store).clone())
         ranks = options.global_ranks_in_group
-        nccl.Communicator.__init__(
-            self, inner, f"{options.group_name} {ranks}", rank, nccl.Shared(), device
-        )
+        nccl.Communicator.__init__(self, inner, f"{options.group_name} {ranks}", rank, told, device)
         self.options = options
 
     # On an instance the communicator's text of the same name stands before it.

@@ -23,15 +23,28 @@ from tools.proofs.gpu.emulated.streams import Event, Stream
 
 @dataclass(frozen=True)
 class Shared:
-    """What all ranks know.
+    """What all ranks know, if they are threads. `launch.Told` is that of processes.
+
+    A part of an operation is what one rank does of it. Its name has the communicator, the kind and
+    the number of the operation, and the rank or both ends of a message.
 
     Attributes:
         brought: by communicator, kind and number of an operation, what the first rank has brought.
-        ends: by that and the rank, its own part of the operation.
+        ends: the end of each part that has begun, by its name.
     """
 
     brought: dict[tuple[object, ...], str] = field(default_factory=dict)
     ends: dict[tuple[object, ...], Event] = field(default_factory=dict)
+
+    def begin(self, part: tuple[object, ...], end: Event) -> None:
+        """Let the other ranks know the end of a part of this rank."""
+        self.ends[part] = end
+
+    def wait(self, part: tuple[object, ...]) -> None:
+        """Let the current stream wait for a part of another rank, if that has begun."""
+        end = self.ends.get(part)
+        if end is not None:
+            end.wait()
 
 
 class Work:
@@ -42,7 +55,7 @@ class Work:
         launch: begins it and returns handles of gloo's.
         written: tensors of the device, each with its values once it is over.
         kept: what torch keeps until somebody has waited.
-        behind: returns the parts of other ranks that are over when this one is.
+        wait_others: lets the current stream wait for the parts of other ranks that end before it.
     """
 
     def __init__(
@@ -51,10 +64,10 @@ class Work:
         launch: Callable[[], Sequence[Any]],
         written: Sequence[tuple[Tensor, Tensor]],
         kept: Sequence[Tensor],
-        behind: Callable[[], Sequence[Event]],
+        wait_others: Callable[[], None],
     ) -> None:
         self._launch, self._written, self._kept = launch, list(written), list(kept)
-        self.end, self._behind = stream.record_event(), behind
+        self.end, self._wait_others = stream.record_event(), wait_others
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._waited = False
@@ -76,8 +89,8 @@ class Work:
         for x, values in self._written:
             torch.ops.emulated.host(x).copy_(values)
         self._written.clear()
-        for event in (self.end, *self._behind()):
-            event.wait()
+        self.end.wait()
+        self._wait_others()
         self._waited = True
         self._kept.clear()
         return True
@@ -186,13 +199,13 @@ class Communicator:
         results = list(zip([x.detach() for x in written], made, strict=True))
         kept = (*read, *written)
 
-        def behind() -> list[Event]:
-            ends = [self.shared.ends.get((self.name, name)) for name in others]
-            return [end for end in ends if end is not None]  # other processes tell none
+        def wait_others() -> None:
+            for name in others:
+                self.shared.wait((self.name, name))
 
-        work = Work(self.stream, lambda: launch(given, made), results, kept, behind)
+        work = Work(self.stream, lambda: launch(given, made), results, kept, wait_others)
         for name in mine:
-            self.shared.ends[self.name, name] = work.end
+            self.shared.begin((self.name, name), work.end)
         return self._soon(work)
 
     def _all(
@@ -204,8 +217,8 @@ class Communicator:
     ) -> Work:
         """A collective, which ends after all ranks have begun."""
         number = self._numbers["all"]
-        parts = [("all", number, rank) for rank in range(self.size())]
-        return self._ask(read, written, launch, what, [parts[self._rank]], parts)
+        others = [("all", number, rank) for rank in range(self.size()) if rank != self._rank]
+        return self._ask(read, written, launch, what, [("all", number, self._rank)], others)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (x,) = tensors

@@ -36,6 +36,7 @@ class Library:
         self.c.memory_of.restype = ctypes.c_int64
         self.c.limit_memory.argtypes = [ctypes.c_int64]
         self.c.held_at_peak.restype = ctypes.c_char_p
+        self.c.clock_of.restype = ctypes.c_char_p
 
     def faults(self) -> list[str]:
         """Return what a GPU would refuse, or compute wrongly without a word, since `judging`."""
@@ -87,6 +88,10 @@ class Event:
         """Let what the stream gets from here on come after the event."""
         lane = self.lib.c.get_stream(-1) if stream is None else stream.lane
         self.lib.c.wait_event(lane, ctypes.c_void_p(self._at))
+
+    def clock(self) -> bytes:
+        """Return the clock of the event, for `wait_clock` in another process."""
+        return self.lib.c.clock_of(ctypes.c_void_p(self._at))  # type: ignore[no-any-return]
 
     def query(self) -> bool:
         """Return whether the host knows that it is over."""
@@ -146,6 +151,15 @@ class Stream:
 
     def synchronize(self) -> None:
         self.record_event().synchronize()
+
+
+def wait_clock(clock: bytes) -> None:
+    """Let what the current stream gets from here on come after an event of another process.
+
+    clock: of the event, see `Event.clock`.
+    """
+    lib = Event.lib
+    lib.c.wait_clock(lib.c.get_stream(-1), clock)
 
 
 def _record_stream(x: torch.Tensor, stream: Stream) -> None:
