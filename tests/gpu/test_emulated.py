@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from programs import ROOT
@@ -311,3 +312,69 @@ with running() as lib:
 
 def test_what_a_failed_run_frees_later_is_no_fault_of_the_next() -> None:
     assert run("-c", FAILED) == "0 faults\n"
+
+
+PROCESSES = """
+import tools.proofs.gpu.emulated
+import os
+import sys
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from tools.proofs.gpu.emulated.launch import world
+
+store, number = sys.argv[1:]
+
+def sends(x, link):
+    \"\"\"Rank 0 sends x, and does not wait until it has gone.\"\"\"
+    if dist.get_rank():
+        dist.irecv(x, 0, link).wait()
+    else:
+        kept.append(dist.isend(x, 1, link))
+
+def unanswered(y, link):
+    pass
+
+def answered(y, link):
+    if dist.get_rank():
+        dist.isend(y, 0, link).wait()
+    else:
+        dist.irecv(y, 1, link).wait()
+
+def summed(y, link):
+    dist.all_reduce(y, group=link)
+
+def gathered(y, link):
+    dist.all_gather_into_tensor(y.new_empty(8), y, group=link)
+
+kept = []
+with world() as lib:
+    device = torch.device("cuda", int(number))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", f"file://{store}", rank=int(number), world_size=2)
+    for body in (unanswered, answered, summed, gathered):
+        first, second = [dist.new_group([0, 1]) for _ in range(2)]
+        x, y = (torch.ones(4, device=device) for _ in range(2))
+        before = len(lib.faults())
+        sends(x, first)
+        body(y, second)
+        x.add_(1)
+        torch.cuda.synchronize()
+        if device.index == 0:
+            new = [text.partition(":")[0] for text in lib.faults()[before:]]
+            print(body.__name__ + ":", *new or ["nothing"], flush=True)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_rank_that_is_a_process_knows_what_another_has_got_and_nothing_more(tmp_path: Path) -> None:
+    """What was sent may be written again after an answer, which proves that it has come, and not before."""
+    given = ["-c", PROCESSES, str(tmp_path / "store")]
+    other = subprocess.Popen([sys.executable, "-W", "ignore", *given, "1"], cwd=ROOT)
+    try:
+        said = run(*given, "0")
+    finally:
+        other.kill()
+        other.wait()
+    assert said.splitlines() == ["unanswered: race", "answered: nothing", "summed: nothing", "gathered: nothing"]
