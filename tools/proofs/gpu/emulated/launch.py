@@ -79,7 +79,7 @@ class Group(nccl.Communicator, dist.ProcessGroup):  # type: ignore[misc]
         inner._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         device = torch.device("cuda", torch.cuda.current_device())
         # A copy of the store: a rank that waits in the first one, for a group, holds up its users.
-        told = Told(store=PrefixStore("clocks", store).clone())
+        told = Told(store=PrefixStore("clocks", store.clone()))
         ranks = options.global_ranks_in_group
         nccl.Communicator.__init__(self, inner, f"{options.group_name} {ranks}", rank, told, device)
         self.options = options
