@@ -8,7 +8,7 @@ not fit the memory are reordered, and W fill the waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product, zip_longest
 from math import exp
@@ -21,7 +21,7 @@ from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import fixed, one_of
 from megapipe.schedule.search.anneal import FoundSchedule
 
-OVERRUNS = (0.0, 0.3, 0.6, 1.0)
+OVERRUNS: tuple[float, ...] = (0.0, 0.3, 0.6, 1.0)
 
 
 def patterns(problem: Problem) -> list[tuple[FoundSchedule, str]]:
@@ -108,9 +108,7 @@ def blocks(
         keep: number of blocks to return and to vary.
     """
     pool: list[tuple[float, Rhythm, FoundSchedule]] = []
-    for step in range(tries):
-        if process_time() > until:
-            break
+    for step in _tries(problem, tries, until):
         # The first two fifths of the tries are random. Later ones vary the best blocks, and one in
         # twenty is random.
         if step < 0.4 * tries or not pool or random.random() < 0.05:
@@ -124,6 +122,18 @@ def blocks(
         if all(found.length != x[0] for x in pool):
             pool = sorted([*pool, (found.length, block, found)], key=lambda x: x[0])[:keep]
     return [x[2] for x in pool]
+
+
+def _tries(problem: Problem, tries: int, until: float) -> Iterator[int]:
+    """Yield the numbers below `tries`, until the CPU time of this process is `until`.
+
+    The time is asked about every 20 ms: the kernel's answer may take half as long as a small try.
+    """
+    between = max(1, 30_000 // problem.num_passes)
+    for step in range(tries):
+        if step % between == 0 and process_time() > until:
+            return
+        yield step
 
 
 def in_groups(
@@ -148,9 +158,7 @@ def in_groups(
     usual = [p] * (m // p)
     if m % p:
         usual.append(m % p)
-    for _ in range(tries):
-        if process_time() > until:
-            break
+    for _ in _tries(problem, tries, until):
         forward = usual
         if random.random() < 0.5:
             forward = _split(m, p, random)
@@ -182,7 +190,9 @@ def unroll(problem: Problem, small: Problem, found: FoundSchedule) -> list[Found
     classes = range(3 * problem.placement.num_stages)
     # Which middle repeats well depends on the small schedule, so all are tried. A large table is
     # filled with W in one way first.
-    tried = _MIDDLE if is_large(problem) else OVERRUNS
+    tried = OVERRUNS
+    if is_large(problem):
+        tried = (0.3,)
     for repeat in sorted({1, 2, p}):
         most_rounds = -(-(m - n) // repeat)
         for head in sorted({(n - repeat) // 3, (n - repeat) // 2}):
@@ -206,9 +216,6 @@ def unroll(problem: Problem, small: Problem, found: FoundSchedule) -> list[Found
     return sorted(results, key=lambda x: x.length)
 
 
-_MIDDLE = (0.3,)
-
-
 def few(problem: Problem) -> int:
     """Return a smaller number of microbatches with the same warm-up and cool-down."""
     ranks = problem.placement.num_ranks
@@ -226,8 +233,7 @@ def is_large(problem: Problem) -> bool:
     return problem.placement.num_stages * m > _LARGE and m >= few(problem) + ranks
 
 
-_LARGE = 4096
-"""Most forwards of a table that is not large."""
+_LARGE = 4096  # the most forwards of a table that is not large
 
 
 def _timed(problem: Problem, orders: Orders) -> FoundSchedule | None:
