@@ -19,7 +19,7 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.measured.costs import MeasuredPass
 from tools.bench.emulate.device import sharpen_sleep
-from tools.bench.emulate.runs import Ours, Runner, Torchs
+from tools.bench.emulate.runs import Ours, Runner
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ def run_pool(jobs: list[Job], costs: Costs, turns: Turns, timed: bool = False) -
     timed: the passes of the first job instead, [repeat][rank].
     """
     given = (jobs, costs, turns, timed)
-    return run_ranks(
-        turns.pp * turns.dp, _rank, *given, preload=("torch", "tools.bench.emulate.runs")
-    )[0]
+    preload = ["torch", "tools.bench.emulate.runs"]
+    if any(job.runtime == "torch" for job in jobs):
+        preload.append("tools.bench.emulate.torchs")
+    return run_ranks(turns.pp * turns.dp, _rank, *given, preload=tuple(preload))[0]
 
 
 def _rank(jobs: list[Job], costs: Costs, turns: Turns, timed: bool) -> Any:
     shape, repeats = (turns.message_kib * 256, 1, 1), turns.repeats  # float32
     sharpen_sleep()
     mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=turns.pp), CPU)
-    kinds: dict[str, type[Runner]] = {"megapipe": Ours, "torch": Torchs}
-    runners = [kinds[job.runtime](mesh, job.schedule, job.costs or costs, shape) for job in jobs]
+    runners = [_runtime(job.runtime)(mesh, job.schedule, job.costs or costs, shape) for job in jobs]
     for runner in runners:
         runner.steps = turns.steps
         runner.reduced_bytes = int(turns.reduction_mib * 2**20)
@@ -78,6 +78,15 @@ def _rank(jobs: list[Job], costs: Costs, turns: Turns, timed: bool) -> Any:
     ran = [_passes(runners[0]) for _ in range(repeats * timed)]
     mesh.close()
     return ran if timed else [list(of_job) for of_job in zip(*measured, strict=True)]
+
+
+def _runtime(name: str) -> type[Runner]:
+    if name == "megapipe":
+        return Ours
+    # What imports torch.distributed.pipelining and with it torch._dynamo.
+    from tools.bench.emulate.torchs import Torchs
+
+    return Torchs
 
 
 def _step(runner: Runner) -> list[list[float]]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.pipelining as peers
 from torch import Tensor
 
 from megapipe.distributed.axis import CPU, Pending
@@ -33,14 +32,14 @@ from tools.bench.emulate.device import Device, Layers, Moves, Part, Share, Share
 from tools.bench.emulate.lanes import Lanes
 
 PEERS = {
-    "gpipe": peers.ScheduleGPipe,
-    "1f1b": peers.Schedule1F1B,
-    "interleaved": peers.ScheduleInterleaved1F1B,
-    "interleaved-zb": peers.ScheduleInterleavedZeroBubble,
-    "zb-v": peers.ScheduleZBVZeroBubble,
-    "dualpipe-v": peers.ScheduleDualPipeV,
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
 }
-"""torch's schedule of the same order."""
+"""torch's schedule of the same order: its name in torch.distributed.pipelining."""
 
 
 class Runner(ABC):
@@ -114,22 +113,6 @@ class _EmulatedLinks(Transport):
                 self.device.stamp(op.tensor)
                 self.sent_bytes += op.tensor.nbytes
         return super().post(ops)
-
-
-class _StampingStage(peers.PipelineStage):
-    """torch's stage, its messages stamped as they leave."""
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        return self._stamped(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        return self._stamped(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _stamped(self, ops: Any) -> Any:
-        layers: Any = self.submod
-        for op in ops:
-            layers.device.stamp(op.tensor)
-        return ops
 
 
 class Ours(Runner):
@@ -269,40 +252,3 @@ class Ours(Runner):
             self._pending.wait()
         self._pending = None
         return False
-
-
-class Torchs(Runner):
-    """torch.distributed.pipelining with its own PipelineStage and automatic split of the graph."""
-
-    def prepare(self) -> None:
-        place, pp, m = self.schedule.placement, self.mesh.pp, self.schedule.num_microbatches
-        make: Any = PEERS[self.schedule.name]
-        modules = self.layers(split_by_autograd=any(kind.is_split for kind in self.schedule.kinds))
-        hidden = torch.zeros(self.shape, requires_grad=True)
-        data = gradient = hidden.detach()
-        # Told everything about its tensors, torch need not find out by a forward and backward of
-        # its own.
-        stages = [
-            _StampingStage(
-                module,
-                s,
-                place.num_stages,
-                pp.device,
-                input_args=data if place.is_first(s) else hidden,
-                output_args=hidden,
-                output_grads=None if place.is_last(s) else gradient,
-                input_grads=None if place.is_first(s) else gradient,
-                group=pp.group,
-            )
-            for s, module in modules.items()
-        ]
-        whole_rank = (
-            stages if issubclass(make, peers.schedules.PipelineScheduleMulti) else stages[0]
-        )
-        self.run = make(whole_rank, m, loss_fn=lambda out, _: out.mean())
-        whole = torch.zeros(m * self.shape[0], *self.shape[1:])
-        self.args = (whole,) if any(map(place.is_first, modules)) else ()
-        self.kwargs = {"target": whole, "losses": []} if any(map(place.is_last, modules)) else {}
-
-    def step(self) -> None:
-        self.run.step(*self.args, **self.kwargs, return_outputs=False)
