@@ -196,7 +196,7 @@ def test_the_comparison_sees_a_single_lost_product(monkeypatch, settings):
             self._owed[microbatch].pop()
         run(self, microbatch)
 
-    case = case_of("zb-h1", 2, 4, steps=1, **settings)
+    case = case_of("zb-h1", 2, 2, microbatches=2, steps=1, **settings)
     alone(case.whole)
     monkeypatch.setattr(WeightGrads, "run", lossy)
     ranks = run_threads(lambda mesh: train(mesh, case), tp=case.tp, dp=case.dp, pp=2, timeout_s=60)
@@ -216,6 +216,6 @@ def test_a_printed_command_is_the_case():
 
 
 def test_drawn_cases():
-    """Of each kind a few; scripts/nightly.sh draws for half an hour."""
+    """Two; scripts/nightly.sh draws for half an hour."""
     fuzzer = Fuzzer("equivalence", draw, run, wanted=lambda case: case.config.world_size <= 4)
-    assert fuzzer.fuzz(2, most=5), fuzzer.found
+    assert fuzzer.fuzz(2, most=2), fuzzer.found
