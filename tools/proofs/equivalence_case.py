@@ -146,6 +146,7 @@ class Case:
     skips: str | None = None
     overrides: str = "none"
     loss_scale: float = 1.0
+    clip: float = 1.0
     compile: bool = False
     vocabulary: bool = False
     paired: bool = False
@@ -250,7 +251,7 @@ class Case:
                 train_iters=self.steps,
                 calculate_per_token_loss=self.per_token_loss,
             ),
-            optimizer=OptimizerConfig(lr=LR),
+            optimizer=OptimizerConfig(lr=LR, clip_grad=self.clip),
             precision=PrecisionConfig(
                 bf16=self.dtype == "bfloat16",
                 fp16=self.dtype == "float16",

@@ -6,9 +6,10 @@ A case trains a tiny GPT for three steps, ranks as threads over gloo, and must h
 gradients, gradient norms, weights and validation loss of the unsplit model, not compiled and with
 nothing reported but its loss; where nothing is summed in another order, to the bit in every type.
 Where gradients, or weights too, are shares between runs of passes, it also trains with weights that
-live for ever, and must have all bits of that. Two of five tables are drawn too (tables/drawn.py):
-passes in any order, chains of unequal length; under those Megatron's no_sync is left once for each
-chunk, not early. A case that differs is made smaller, and is the first of the next run (shrink.py).
+live for ever, and must have all bits of that; where only the optimizer's state is in two shares,
+those of the run without shares and without overlap. Two of five tables are drawn too
+(tables/drawn.py): passes in any order, chains of unequal length; under those Megatron's no_sync is
+left once for each chunk, not early. A case that differs is made smaller, and is the first of the next run (shrink.py).
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ def run(case: Case) -> list[str]:
     found = differences(case, outcomes)
     if case.sharding != "none":
         found += differing_bits(outcomes, trained(sharded_otherwise(case)))
+    elif case.distributed and case.dp * case.cp == 2:  # two numbers have one sum
+        whole = replace(case, distributed=False, overlap=False)
+        found += differing_bits(outcomes, trained(whole))
     if case.drawn is not None:
         own = table(replace(case, vocabulary=False, slices=(), depths=(), sharding="none"))
         found += [problem for way in WAYS for problem in too_early(own, way)]
@@ -129,6 +133,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             window=rng.choice((None, None, 0, 2, 7)),
             overrides=rng.choice(list(OVERRIDES)),
             loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
+            clip=rng.choice((1.0, 0.1)),
             compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,
         )
         shares = (
@@ -293,6 +298,8 @@ class Flags(Draws):
     """Cases alone whose ranks keep shares of gradients, or weights too, between runs of passes: AF,
     AB and RS.
     """
+    only_states: bool = False
+    """Cases alone whose ranks keep two shares of the optimizer's state."""
 
     def wanted(self, case: Case) -> bool:
         """Return whether a case is of the kinds that are asked for."""
@@ -300,6 +307,7 @@ class Flags(Draws):
             (len(case.slices) > 1 or not self.only_slices)
             and (bool(table(case).kinds & {Kind.O, Kind.R}) or not self.only_memory)
             and (case.sharding != "none" or not self.only_shares)
+            and ((case.distributed and case.dp * case.cp == 2) or not self.only_states)
         )
 
 

@@ -62,7 +62,7 @@ def in_bf16(steps: int) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 def test_losses_are_within_a_hundredth_of_those_in_bf16(name):
-    """Of 50 steps of a larger model: tools/bench/fp8.py."""
+    """Of 50 steps of a larger model: docs/log/models.md."""
     steps = 4 if NIGHTLY else 2
     found = train(ONE, config(MODELS[name], bf16=True), steps)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in in_bf16(steps)], rel=0.01)
