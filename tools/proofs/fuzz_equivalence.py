@@ -9,7 +9,8 @@ Where gradients, or weights too, are shares between runs of passes, it also trai
 live for ever, and must have all bits of that; where only the optimizer's state is in two shares,
 those of the run without shares and without overlap. Two of five tables are drawn too
 (tables/drawn.py): passes in any order, chains of unequal length; under those Megatron's no_sync is
-left once for each chunk, not early. A case that differs is made smaller, and is the first of the next run (shrink.py).
+left once for each chunk, not early. A case that differs is made smaller, and is the first of the
+next run (shrink.py).
 """
 
 from __future__ import annotations
