@@ -146,7 +146,6 @@ class Case:
     skips: str | None = None
     overrides: str = "none"
     loss_scale: float = 1.0
-    clip: float = 1.0
     compile: bool = False
     vocabulary: bool = False
     paired: bool = False
@@ -251,7 +250,7 @@ class Case:
                 train_iters=self.steps,
                 calculate_per_token_loss=self.per_token_loss,
             ),
-            optimizer=OptimizerConfig(lr=LR, clip_grad=self.clip),
+            optimizer=OptimizerConfig(lr=LR),
             precision=PrecisionConfig(
                 bf16=self.dtype == "bfloat16",
                 fp16=self.dtype == "float16",

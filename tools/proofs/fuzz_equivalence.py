@@ -134,7 +134,6 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             window=rng.choice((None, None, 0, 2, 7)),
             overrides=rng.choice(list(OVERRIDES)),
             loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
-            clip=rng.choice((1.0, 0.1)),
             compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,
         )
         shares = (
