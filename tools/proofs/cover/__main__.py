@@ -21,8 +21,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache, partial
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,20 @@ from tools.proofs.cover.choices import (
     MOST,
     PLAIN,
     choices_named,
-    num_layers,
     problems,
     world_size,
 )
-from tools.proofs.cover.judge import SECONDS, Runs, Verdict, name_of, warm
+from tools.proofs.cover.judge import SECONDS, Runs, Verdict, warm
+from tools.proofs.jobs import in_forks, keep, kept
 
 
 def array(
-    strength: int, seed: int, kept: dict[str, Any] | None = None, at: Path | None = None
+    strength: int, seed: int, begun: dict[str, Any] | None = None, at: Path | None = None
 ) -> Array:
     """Return the array of a strength, whose first rows are the arrays of smaller strengths.
 
     Args:
-        kept: an array to begin with, as it stands in its file.
+        begun: an array to begin with, as it stands in its file.
         at: file of the array. Rows that are made so far stand in one with ".part": --begin-with
             takes it.
     """
@@ -66,13 +67,13 @@ def array(
         return asked(tuple(row[name] for name in CHOICES), MOST)
 
     made = Array(CHOICES, (said, said_of_many), choices_named, seed)
-    if kept is not None:
+    if begun is not None:
         refused = {
             tuple(_pair(part) for part in key.split(" x ")): why
-            for key, why in kept["refused"].items()
+            for key, why in begun["refused"].items()
         }
-        made.take([PLAIN | row for row in kept["rows"]], refused)
-        print(f"{len(made.rows)} of {len(kept['rows'])} cases that are kept are legal", flush=True)
+        made.take([PLAIN | row for row in begun["rows"]], refused)
+        print(f"{len(made.rows)} of {len(begun['rows'])} cases that are kept are legal", flush=True)
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -104,32 +105,11 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def run(rows: Sequence[Row], runs: Runs, jobs: int) -> Iterator[tuple[Row, Verdict]]:
-    """Judge rows, some at a time, each in a process of its own; yield each as it ends."""
-    waiting = list(reversed(rows))
-    children: dict[int, tuple[Row, Path]] = {}
-    while waiting or children:
-        while waiting and len(children) < jobs:
-            row = waiting.pop()
-            answer = runs.folder / f"{name_of(row, num_layers(row))}.json"
-            answer.unlink(missing_ok=True)
-            child = os.fork()
-            if not child:
-                _judge(row, runs, answer)
-            children[child] = row, answer
-        child, _ = os.wait()
-        if child in children:
-            row, answer = children.pop(child)
-            yield row, Verdict(**json.loads(answer.read_text()))
-
-
-def _judge(row: Row, runs: Runs, answer: Path) -> None:
+def _judged(row: Row, runs: Runs) -> dict[str, Any]:
     try:
-        verdict = runs.judge(row)
-    except BaseException:
-        verdict = Verdict("crashes", (traceback.format_exc(),))
-    answer.write_text(json.dumps(verdict.__dict__))
-    os._exit(0)
+        return asdict(runs.judge(row))
+    except Exception:
+        return asdict(Verdict("crashes", (traceback.format_exc(),)))
 
 
 def short(row: Row) -> str:
@@ -216,18 +196,11 @@ def _all(options: argparse.Namespace, runs: Runs) -> int:
     begun = time.monotonic()
     made, refused = _rows(options)
     print(f"{len(made)} cases, made in {time.monotonic() - begun:.0f} s", flush=True)
-    known: dict[str, Verdict] = {}
-    if options.results and options.results.exists():
-        for line in options.results.read_text().splitlines():
-            found = json.loads(line)
-            case = found.pop("case")
-            known[short(PLAIN | case)] = Verdict(**found)
+    known = {short(PLAIN | found.pop("case")): Verdict(**found) for found in kept(options.results)}
     left = [row for row in made if short(row) not in known]
-    for row, verdict in run(left, runs, options.jobs):
-        known[short(row)] = verdict
-        if options.results:
-            with options.results.open("a") as file:
-                print(json.dumps({"case": json.loads(short(row)), **verdict.__dict__}), file=file)
+    for row, answer in in_forks(left, partial(_judged, runs=runs), options.jobs):
+        known[short(row)] = verdict = Verdict(**answer)
+        keep(options.results, {"case": json.loads(short(row)), **answer})
         if verdict.result != "same":
             print(verdict.result, *verdict.found, f"--case '{short(row)}'", sep="\n  ", flush=True)
             if options.first:
@@ -246,10 +219,10 @@ def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
     them.
     """
     if options.array and options.array.exists():
-        kept = json.loads(options.array.read_text())
-        return [PLAIN | row for row in kept["rows"]], kept["refused"]
-    kept = json.loads(options.begin_with.read_text()) if options.begin_with else None
-    made = array(options.strength, options.seed, kept, options.array)
+        there = json.loads(options.array.read_text())
+        return [PLAIN | row for row in there["rows"]], there["refused"]
+    begun = json.loads(options.begin_with.read_text()) if options.begin_with else None
+    made = array(options.strength, options.seed, begun, options.array)
     return made.rows, _named(made)
 
 

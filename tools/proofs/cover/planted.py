@@ -14,16 +14,16 @@ import argparse
 import importlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.proofs.jobs import in_forks, keep, kept
 from tools.proofs.mutants.copy import copy_repository
 from tools.proofs.mutants.draw import ROOT
 
@@ -271,68 +271,42 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=DEFECTS, help="these defects")
     parser.add_argument("--references", type=Path, help="a --folder of the cover: what one process computes")
     options = parser.parse_args()
-    known = {}
-    if options.results.exists():
-        known = {found["defect"]: found for found in map(json.loads, options.results.read_text().splitlines())}
+    known = {found["defect"]: found for found in kept(options.results)}
     wanted = options.only or list(DEFECTS)
     for name in WARM:
         importlib.import_module(name)
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        for found in _planted([name for name in wanted if name not in known], options, Path(folder)):
-            known[found["defect"]] = found
-            print(json.dumps(found), flush=True)
-            with options.results.open("a") as file:
-                print(json.dumps(found), file=file)
+    left = [name for name in wanted if name not in known]
+    for name, heard in in_forks(left, partial(_search, options=options), options.jobs):
+        known[name] = {"defect": name} | heard
+        print(json.dumps(known[name]), flush=True)
+        keep(options.results, known[name])
     counts = Counter(known[name]["result"] for name in wanted)
     print(f"{len(wanted)} defects: {dict(counts)}")
     return 0
 
 
-def _planted(names: Sequence[str], options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Search for defects, several at a time, each in a process of its own; yield the findings for
-    each.
+def _search(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Plant a defect in a copy, import that, and judge cases until one notices; return the finding.
+
+    The process that calls it has the copy's modules afterwards.
     """
-    waiting = list(reversed(names))
-    children: dict[int, tuple[str, float, Path]] = {}
-    while waiting or children:
-        while waiting and len(children) < options.jobs:
-            name = waiting.pop()
-            here = folder / str(len(waiting))
-            if not (child := os.fork()):
-                _search(DEFECTS[name], options, here)
-            children[child] = name, time.monotonic(), here
-        child, status = os.wait()
-        name, begun, here = children.pop(child)
-        if status:
-            raise SystemExit(f"{name}: the search itself ends with {status}")
-        yield {"defect": name, "seconds": round(time.monotonic() - begun)} | json.loads((here / "answer").read_text())
-
-
-def _search(defect: Planted, options: argparse.Namespace, here: Path) -> None:
-    """Plant a defect in a copy, import that, and judge cases until one notices. It does not return."""
-    status = 1
-    try:
-        array, answer = json.loads(options.array.read_text()), here / "answer"
-        references = options.references and options.references.absolute()
-        _enter(here / "copy", defect)
+    begun, defect = time.monotonic(), DEFECTS[name]
+    array = json.loads(options.array.read_text())["rows"]
+    references = options.references and options.references.absolute()
+    heard: dict[str, Any] = {"result": "not found", "cases": min(options.most, len(array))}
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        _enter(Path(folder, "copy"), defect)
         from tools.proofs.cover.choices import PLAIN
         from tools.proofs.cover.judge import Runs, warm
 
         warm()
-        runs = Runs(here / "runs", options.seconds, references)
-        heard: dict[str, Any] = {"result": "not found", "cases": min(options.most, len(array["rows"]))}
-        for n, row in enumerate(nearest_first(array["rows"], defect)[: options.most]):
+        runs = Runs(Path(folder, "runs"), options.seconds, references)
+        for n, row in enumerate(nearest_first(array, defect)[: options.most]):
             verdict = runs.judge(PLAIN | row)
             if verdict.result != "same":
                 heard = {"result": "found", "cases": n + 1, "by": verdict.result, "said": verdict.found, "case": row}
                 break
-        answer.write_text(json.dumps(heard))
-        shutil.rmtree(here / "runs", ignore_errors=True)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+    return {"seconds": round(time.monotonic() - begun)} | heard
 
 
 def _enter(copy: Path, defect: Planted) -> None:

@@ -21,16 +21,14 @@ Results are appended to a file, so a run that was cut off goes on where it stood
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
+from tools.proofs.jobs import in_forks, keep, kept
 from tools.proofs.mutants.copy import Copy, Judging
 from tools.proofs.mutants.draw import ROOMS, WHOLE, Mutant, draw
 from tools.proofs.mutants.lines import Lines
@@ -60,30 +58,20 @@ def report(judged: Sequence[dict[str, object]]) -> str:
 def read(results: Path) -> dict[Mutant, dict[str, object]]:
     """Return the outcome of each mutant, the last one that was written."""
     known = {}
-    for line in results.read_text().splitlines() if results.exists() else ():
-        found = json.loads(line)
+    for found in kept(results):
         known[Mutant(*(found[name] for name in Mutant._fields))] = found
     return known
 
 
-def _work(folder: Path, results: Path, judges: Judging, left: Sequence[Mutant]) -> NoReturn:
-    """The process that judges some of them."""
-    status = 1
-    try:
-        copy = Copy(folder, judges)
+def _work(left: Sequence[Mutant], results: Path, judges: Judging) -> None:
+    """Judge some mutants in a copy of the repository."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder), judges)
         copy.check(left)
-        with results.open("a") as file:
-            for mutant in left:
-                found = copy.judge(mutant)
-                print(json.dumps(found), file=file, flush=True)
-                print("{result:8} {seconds:5} s {path}:{line} {by}".format(**found), flush=True)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        for mutant in left:
+            found = copy.judge(mutant)
+            keep(results, found)
+            print("{result:8} {seconds:5} s {path}:{line} {by}".format(**found), flush=True)
 
 
 def main() -> int:
@@ -117,14 +105,9 @@ def main() -> int:
     left = [m for m in drawn if m not in known or (args.again and known[m]["result"] != "killed")]
     lines = Lines(args.lines, args.times) if args.lines else None
     judging = Judging(lines, args.seconds, args.patience)
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            os.fork() or _work(Path(folder, str(n)), args.results, judging, left[n :: args.jobs])
-            for n in range(args.jobs)
-        ]
-        failed = [os.waitpid(worker, 0)[1] for worker in workers]
-    if any(failed):
-        return 2
+    parts = [left[n :: args.jobs] for n in range(args.jobs)]
+    for _ in in_forks(parts, partial(_work, results=args.results, judges=judging), args.jobs):
+        pass
     known = read(args.results)
     judged = [known[mutant] for mutant in drawn]
     print(report(judged))
