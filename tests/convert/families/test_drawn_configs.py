@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 
 from drawn_families import DRAWN
 
-from tools.proofs.inputs.configs import drawn, outcome, proof
+from tools.proofs.inputs.configs import drawn, fuzzer, outcome
 
 
 def test_twenty_drawn_changes_come_in_exactly_or_are_refused():
     """`python -m tools.proofs.inputs.configs --cases 200` draws ten times as many."""
-    counts, wrong = proof(20, 0)
-    assert wrong == []
+    counts = Counter()
+    proof = fuzzer(counts)
+    assert proof.fuzz(0, most=20), proof.found
     assert counts["exact"] > 0 < counts["refused"]
 
 

@@ -18,8 +18,9 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +38,8 @@ import torch  # noqa: E402
 from megapipe.convert import import_checkpoint  # noqa: E402
 from megapipe.convert.huggingface.family import IGNORED  # noqa: E402
 from megapipe.errors import CheckpointError  # noqa: E402
-from megapipe.flags import stop  # noqa: E402
-from megapipe.flags.parse import parse  # noqa: E402
+from megapipe.flags.parse import parse, run  # noqa: E402
+from tools.proofs.shrink import Draws, Fuzzer  # noqa: E402
 
 CLOSE = 2e-6
 LONGEST = 400
@@ -173,43 +174,36 @@ def _line(error: CheckpointError) -> str:
     return "refused"
 
 
-def proof(cases: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Return (number of cases by outcome, a text for each case that is wrong)."""
+def compare(case: Case, counts: Counter[str]) -> list[str]:
+    """Return what is wrong with the outcome of a case. counts: receives outcomes that are right."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = outcome(case, Path(folder))
+    if found in ("exact", "refused", "alone"):
+        counts[found] += 1
+        return []
+    return [f"{case.family}, {case.what}: {found[:300]}"]
+
+
+def fuzzer(counts: Counter[str]) -> Fuzzer[Case]:
+    """Return what draws and compares cases."""
     warnings.simplefilter("ignore")
-    drawn_families = importlib.import_module("drawn_families")
-    counts: Counter[str] = Counter()
-    wrong = []
-    for number in range(cases):
-        case = drawn(random.Random(f"{seed} {number}"), drawn_families.DRAWN)
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                found = outcome(case, Path(folder))
-            except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-        counts[found if found in ("exact", "refused", "alone") else "wrong"] += 1
-        if found not in ("exact", "refused", "alone"):
-            wrong.append(f"{seed} {number}, {case.family}, {case.what}: {found[:300]}")
-            print(wrong[-1], flush=True)
-    return counts, wrong
+    families = importlib.import_module("drawn_families").DRAWN
+    return Fuzzer("configs", partial(drawn, families=families), partial(compare, counts=counts))
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(Draws):
     """Draw config.json with something changed, and compare what comes in with transformers."""
 
-    cases: int = 200
+    cases: float = 200
     """How many."""
-    seed: int = 0
-    """Of the draws."""
 
 
-def main() -> None:
-    options = parse(Flags, sys.argv[1:])
-    counts, wrong = proof(options.cases, options.seed)
+def main(argv: Sequence[str]) -> None:
+    counts = Counter[str]()
+    fuzzer(counts).prove(parse(Flags, argv))
     print(", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
-    if wrong:
-        sys.exit(1)
 
 
 if __name__ == "__main__":
-    stop.run(lambda _: main())
+    run(main)
