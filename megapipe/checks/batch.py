@@ -1,4 +1,4 @@
-"""Checks of batch sizes: each must divide into microbatches, and suit the schedule."""
+"""Checks of batch sizes: each must consist of whole microbatches, and suit the schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
     """Return (a configuration for the other checks, the problems of the batch's flags).
 
     Without problems the configuration is `config`. With problems the batch is replaced by one
-    microbatch for each data-parallel rank, so that the other checks can go on.
+    microbatch for each data-parallel rank, so that the other checks can go on. Without a size of
+    microbatches, or a whole replica of the model, nothing is checked.
     """
     if not config.batch.micro_batch_size or not config.data_parallel_size:
         return config, []
@@ -88,7 +89,7 @@ def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
     share = config.batch.micro_batch * config.data_parallel_size
     if batch % share:
         yield (
-            f"{whole} {batch} does not divide by {micro} {config.batch.micro_batch} x "
+            f"{whole} {batch} is not divisible by {micro} {config.batch.micro_batch} x "
             f"{config.data_parallel_size} data-parallel ranks = {share}: "
             f"{division(batch, share)}.\n      Use {whole} {near(batch, share)}."
         )

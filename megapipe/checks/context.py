@@ -15,8 +15,8 @@ WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 def context_problems(config: Config) -> Iterator[str]:
     """Yield problems of context parallelism.
 
-    The sequence length must divide by twice the number of ranks. The --cp-comm-type must be a known
-    one, and with a2a the heads must divide among the ranks.
+    The sequence length must be divisible by twice the number of ranks. There must be one value of
+    --cp-comm-type, a known one. With a2a the numbers of heads must be divisible by tp x cp.
     """
     c = config.parallel.context_parallel_size
     ways = config.model.cp_comm_type
@@ -40,7 +40,7 @@ def context_problems(config: Config) -> Iterator[str]:
         low = length - length % pieces
         fitting = f"{low} or {low + pieces}" if low else str(pieces)
         yield (
-            f"--seq-length {length} does not divide into 2 x --context-parallel-size {c} pieces: "
+            f"--seq-length {length} is not divisible by 2 x --context-parallel-size {c}: "
             f"{division(length, pieces)}. Use --seq-length {fitting}."
         )
     # Only this way gives a rank all tokens of some heads.
@@ -62,11 +62,11 @@ def _heads(config: Config) -> Iterator[str]:
             continue
         counts = {"--num-attention-heads": layer.heads, "--num-query-groups": layer.query_groups}
         for name, heads in counts.items():
-            # Heads that do not divide by tp have a line already.
+            # Heads that are not divisible by tp have a line already.
             if heads % tp == 0 and heads % (tp * c):
                 tensor = f"--tensor-model-parallel-size {tp} x " if tp > 1 else ""
                 yield (
-                    f"--cp-comm-type a2a deals heads to ranks, and {name} {heads} does not divide "
+                    f"--cp-comm-type a2a deals heads to ranks, and {name} {heads} is not divisible "
                     f"by {tensor}--context-parallel-size {c}. Use --cp-comm-type p2p."
                 )
                 break

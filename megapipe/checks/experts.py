@@ -118,7 +118,7 @@ def _groups(model: ModelConfig) -> Iterator[str]:
     size = experts // groups
     if experts % groups:
         yield (
-            f"--num-experts {experts} does not divide into --moe-router-num-groups {groups}: "
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: "
             f"{division(experts, groups)}. Use --num-experts {near(experts, groups)}."
         )
     elif chosen > groups or k < chosen or k > chosen * size:
@@ -194,8 +194,8 @@ def _split(config: Config) -> Iterator[str]:
         # The remedy must suit both: the experts, and the processes that there are.
         fitting = gcd(world // pp // etp, model.experts)
         yield (
-            f"--num-experts {model.experts} does not divide by --expert-model-parallel-size {ep}: "
-            f"{division(model.experts, ep)}. "
+            f"--num-experts {model.experts} is not divisible by --expert-model-parallel-size "
+            f"{ep}: {division(model.experts, ep)}. "
             f"Use --expert-model-parallel-size {either(divisors(fitting))}, or "
             f"--num-experts {near(model.experts, ep)}."
         )
@@ -240,7 +240,7 @@ def _widths(config: Config) -> Iterator[str]:
     for name, width, by, ranks in widths:
         if width % ranks:
             yield (
-                f"{name} {width} does not divide by {by} {ranks}: {division(width, ranks)}. "
+                f"{name} {width} is not divisible by {by} {ranks}: {division(width, ranks)}. "
                 f"Use {name} {near(width, ranks)}."
             )
 
@@ -277,7 +277,7 @@ def _upcycling(config: Config) -> Iterator[str]:
     width = model.expert_ffn
     if dense % width:
         yield (
-            f"{name}: MLPs of --ffn-hidden-size {model.ffn} x {granularity} {pieces} do not divide "
+            f"{name}: MLPs of --ffn-hidden-size {model.ffn} x {granularity} {pieces} cannot be cut "
             f"into experts of {width}: {division(dense, width)}. "
             "Leave --moe-ffn-hidden-size out: experts then have --ffn-hidden-size."
         )

@@ -11,7 +11,8 @@ from megapipe.config import Config, ModelConfig
 def fp8_problems(config: Config) -> Iterator[str]:
     """Yield the problems of FP8 with the widths of the model, or of one of its layers.
 
-    GPUs multiply 16 numbers at a time, and with mxfp8 32.
+    GPUs multiply 16 numbers at a time, and with mxfp8 32. The numbers of layers at the start and at
+    the end in bf16 may not be more than there are.
     """
     model = config.model
     if model.fp8_format is None:

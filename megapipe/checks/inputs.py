@@ -34,7 +34,10 @@ def data_problems(config: Config, *, own_data: bool = False) -> Iterator[str]:
 
 
 def path_problems(config: Config) -> Iterator[str]:
-    """Yield problems of files and folders that cannot be read or written, but the tokenizer's."""
+    """Yield problems of files and folders that cannot be read or written, but the tokenizer's.
+
+    Also the problem of --wandb-project without the package wandb.
+    """
     data = config.data
     load = config.checkpoint.load
     save = config.checkpoint.save
@@ -194,7 +197,7 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
 
 
 def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """Return the result of a function, or the texts of the ConfigError or ScheduleError in it.
+    """Return the result of a function, or the texts of the UserError that it raises.
 
     Args:
         question: a function without arguments.
@@ -207,7 +210,7 @@ def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
 
 
 def ask(question: Callable[[], object]) -> list[str]:
-    """Call a function and return the texts of the error that it raises; [] for none.
+    """Call a function and return the texts of the UserError that it raises; [] for none.
 
     Args:
         question: a function without arguments, whose result is ignored.

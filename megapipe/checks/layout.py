@@ -72,9 +72,10 @@ def widths_of(config: Config) -> dict[str, int]:
 
 
 def tensor_sizes(config: Config) -> list[int]:
-    """Return the tensor-parallel sizes that divide all widths of the model.
+    """Return the tensor-parallel sizes that divide all widths and the number of processes.
 
-    Only sizes that suit the number of processes are returned, if there are any.
+    Only sizes that suit the processes together with the pipeline's size are returned, if there are
+    any.
     """
     widths = widths_of(config).values() or (1,)
     fits = divisors(gcd(config.world_size, *widths))

@@ -25,7 +25,7 @@ _WINDOW = re.compile(r"\(?(\d{1,9}|-1), *(0|-1)\)?")
 
 
 def shape_problems(config: Config) -> Iterator[str]:
-    """Yield problems of widths, heads and positions that do not fit each other or the ranks."""
+    """Yield problems of widths, heads and positions that do not fit each other, ranks or FP8."""
     m = config.model
     tp = config.parallel.tensor_model_parallel_size
     length = config.batch.seq_length
@@ -33,7 +33,7 @@ def shape_problems(config: Config) -> Iterator[str]:
     heads = m.num_attention_heads
     if m.group_query_attention and heads and heads % m.num_query_groups:
         yield (
-            f"--num-attention-heads {heads} does not divide by --num-query-groups "
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups "
             f"{m.num_query_groups}: {division(heads, m.num_query_groups)}. "
             f"Use --num-query-groups {either(divisors(heads))}."
         )
@@ -47,7 +47,7 @@ def shape_problems(config: Config) -> Iterator[str]:
     for name, width in widths.items():
         if width % tp:
             yield (
-                f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: "
+                f"{name} {width} is not divisible by --tensor-model-parallel-size {tp}: "
                 f"{division(width, tp)}. "
                 f"Use --tensor-model-parallel-size {either(tensor_sizes(config))}."
             )
@@ -63,7 +63,7 @@ def shape_problems(config: Config) -> Iterator[str]:
 
 
 def _heads(m: ModelConfig) -> Iterator[str]:
-    """Yield the first problem of the number of channels of a head, or of rotated channels."""
+    """Yield the problem of the number of channels of a head, else problems of their rotation."""
     hidden = m.hidden_size
     heads = m.num_attention_heads
     if not hidden or not heads:
@@ -71,7 +71,7 @@ def _heads(m: ModelConfig) -> Iterator[str]:
     # Without a head's size there is no rotation to check.
     if m.kv_channels is None and hidden % heads:
         yield (
-            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: "
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: "
             f"{division(hidden, heads)}. Use --hidden-size {near(hidden, heads)}, "
             "or give the size of a head with --kv-channels."
         )
@@ -245,7 +245,7 @@ def _of_model(config: Config, *, of_layer: bool = False) -> list[str]:
 
 
 def delta_problems(config: Config) -> Iterator[str]:
-    """Yield all problems of the flags of gated delta nets."""
+    """Yield problems of the flags of gated delta nets: layers, heads and context parallelism."""
     model = config.model
     if not model.has_delta:
         return
@@ -254,13 +254,13 @@ def delta_problems(config: Config) -> Iterator[str]:
     values = model.linear_num_value_heads
     if values % keys:
         yield (
-            f"--linear-num-value-heads {values} does not divide by {_KEYS} {keys}: "
+            f"--linear-num-value-heads {values} is not divisible by {_KEYS} {keys}: "
             f"{division(values, keys)}. Use --linear-num-value-heads {near(values, keys)}."
         )
     tp = config.parallel.tensor_model_parallel_size
     if keys % tp:
         yield (
-            f"{_KEYS} {keys} does not divide by --tensor-model-parallel-size {tp}: "
+            f"{_KEYS} {keys} is not divisible by --tensor-model-parallel-size {tp}: "
             f"{division(keys, tp)}. Use --tensor-model-parallel-size {either(divisors(keys))}."
         )
         return
@@ -275,7 +275,7 @@ def delta_problems(config: Config) -> Iterator[str]:
     elif keys % (tp * cp):
         tensor = f"--tensor-model-parallel-size {tp} x " if tp > 1 else ""
         yield (
-            f"--cp-comm-type a2a deals heads to ranks, and {_KEYS} {keys} does not divide by "
+            f"--cp-comm-type a2a deals heads to ranks, and {_KEYS} {keys} is not divisible by "
             f"{tensor}--context-parallel-size {cp}. Use a smaller --context-parallel-size."
         )
 

@@ -11,8 +11,9 @@ from megapipe.config.notes import Range, Required, flag, note_of, typed
 def check_numbers(config: Config) -> tuple[Config, list[str]]:
     """Check each flag's value by itself, without regard to the others.
 
-    Returns: (the configuration with each wrong value replaced by the default, the problems). The
-        other checks use that configuration.
+    Returns: (the configuration with each wrong value replaced by the default, the problems). A
+        required value that is missing is a problem, and stays None. The other checks use that
+        configuration.
     """
     problems = []
     sections = [name for name, part in vars(config).items() if is_dataclass(part)]

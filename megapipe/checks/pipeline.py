@@ -140,7 +140,7 @@ def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterato
     """Yield problems of --vocab-parallel-pipeline, which splits the vocabulary over pipeline ranks.
 
     The flag adds passes of embedding and head on every rank. A schedule file may not have these
-    passes already, and the rows of the vocabulary must divide by the ranks.
+    passes already, and the number of rows must be divisible by pipeline x tensor-parallel ranks.
 
     Args:
         name: the schedule's name, for the text.

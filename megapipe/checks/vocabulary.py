@@ -1,4 +1,4 @@
-"""Checks of the embedding: its rows must hold the ids of the tokenizer, and divide by ranks."""
+"""Checks of the embedding: enough rows for the ids of the tokenizer, and divisible by ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:
             to = _up(model.make_vocab_size_divisible_by, tp)
             remedy = f"--make-vocab-size-divisible-by {to}"
         yield (
-            f"{given} does not divide by --tensor-model-parallel-size {tp}: "
+            f"{given} is not divisible by --tensor-model-parallel-size {tp}: "
             f"{division(rows, tp)}. Use {remedy}."
         )
 

@@ -36,7 +36,7 @@ class CheckConfig:
     rates: Annotated[str | None, _LAUNCHED] = None
     """Speeds of a device and its links, by which --check and megapipe plan predict seconds: h100,
     h200, h800, a100, b200, rtx4090, l40s, mi300x, or a .json (megapipe/plan/seconds/device.py).
-    Default: h100. Not in Megatron-LM."""
+    Default: h100; without it no seconds are predicted for a run on CPUs. Not in Megatron-LM."""
     check_paths: Annotated[Literal["yes", "no"], _LAUNCHED] = "yes"
     """Whether --check needs the run's files and folders. no: it lists missing ones, and goes on
     without them. Not in Megatron-LM."""
@@ -235,7 +235,10 @@ class Config:
 
     @property
     def train_samples(self) -> int:
-        """Number of samples that the run reads from its beginning to its end."""
+        """--train-samples, or the number of samples in all steps of --train-iters.
+
+        A run of --train-samples takes whole steps, and so may read fewer.
+        """
         return self.batch.train_samples or self.batch_sizes.after(self.train_iters)
 
     def with_batch(self, size: int) -> Config:

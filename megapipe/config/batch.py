@@ -115,7 +115,7 @@ class BatchSizes:
 
     @property
     def last(self) -> int:
-        """The batch size of the last steps of the run."""
+        """The final batch size, which a short run may not reach."""
         return self.steps[-1][1]
 
     @property

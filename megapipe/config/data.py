@@ -50,7 +50,7 @@ class TokenizerConfig:
     """The tokenizer and its files."""
 
     tokenizer_type: Annotated[TokenizerType | None, NAMED] = None
-    """Kind of tokenizer. Default: GPT2BPETokenizer with --vocab-file, else
+    """Kind of tokenizer. Default: GPT2BPETokenizer with --vocab-file or --merge-file, else
     SentencePieceTokenizer."""
     tokenizer_model: Annotated[str | None, CONTENTS, OTHER_FILES] = None
     """The tokenizer's file: a SentencePiece model, a TikTokenizer's vocabulary, or a Hugging Face
@@ -122,8 +122,8 @@ class DataConfig(TokenizerConfig):
     """Folder that keeps the sample indices for the next start. Default: every start computes them
     anew."""
     mock_data: Annotated[bool, NAMED] = False
-    """Train on synthetic tokens without files. It needs --tokenizer-type NullTokenizer
-    --vocab-size N."""
+    """Train on synthetic tokens without data files. --tokenizer-type NullTokenizer --vocab-size N
+    needs no file of a tokenizer either."""
     # Reading and order.
     # Another order or another split would train on some samples twice and never on others, so both
     # are NAMED on --load.
@@ -152,7 +152,8 @@ class DataConfig(TokenizerConfig):
     eval_micro_batch_size: Annotated[int | None, FROM_1, FREE, EVALUATES, HAS_BATCHES] = None
     """Number of sequences in a microbatch of an evaluation. Default: --micro-batch-size."""
     eval_interval: Annotated[int | None, FROM_1, FREE, HAS_BATCHES] = None
-    """Evaluate after every this many steps. Default: never."""
+    """Evaluate on validation data after every this many steps and at the end, where test data
+    follows. Default: never."""
     start_eval_at_iter: Annotated[int | None, FROM_1, FREE, EVALUATES, HAS_BATCHES] = None
     """Evaluate from this step on. Default: from the first."""
     skip_train: Annotated[bool, FREE] = False

@@ -25,8 +25,8 @@ class GuardConfig:
     exit_duration_in_mins: Annotated[float | None, ABOVE_0, FREE] = None
     """Save and stop after this many minutes. Default: no limit."""
     exit_signal_handler: Annotated[bool, FREE] = False
-    """Save and stop after the iteration in which any rank gets --exit-signal or a first Ctrl-C.
-    Further ones are ignored."""
+    """Save and stop after the iteration in which any rank gets --exit-signal or Ctrl-C. The signal
+    again is ignored; a second Ctrl-C ends the run at once."""
     exit_signal: Annotated[
         Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"],
         FREE,
@@ -82,8 +82,8 @@ class GuardConfig:
     """Outcome that the second run of --error-injection-rate reports. After a persistent error the
     run stops, as if the step had been wrong twice."""
     check_for_spiky_loss: Annotated[bool, FREE] = False
-    """Run a step a second time before its update if its loss is 10 times the largest of the last
-    100 steps."""
+    """Run a step a second time before its update if its loss is above 10 times the largest of the
+    last 100 steps."""
     max_bad_iterations_in_a_row: Annotated[int, FROM_1, FREE] = 10
     """Stop after this many steps in a row that were skipped, or spiked with --check-for-spiky-loss.
     Steps in which a loss scale falls do not count. Not in Megatron-LM."""

@@ -82,7 +82,8 @@ class LogConfig:
     wandb_entity: Annotated[str | None, SENT] = None
     """User or team that owns the project in Weights & Biases. Default: yours."""
     wandb_save_dir: Annotated[str | None, SENT] = None
-    """Folder for the files of Weights & Biases. Default: wandb in the folder of --save."""
+    """Folder for the files of Weights & Biases. Default: wandb in the folder of --save, without it
+    in the current one."""
     log_validation_ppl_to_tensorboard: Annotated[bool, DRAWN] = False
     """Write the perplexity of validations to TensorBoard."""
     log_world_size_to_tensorboard: Annotated[bool, DRAWN] = False
@@ -101,10 +102,10 @@ class LogConfig:
     pytorch_profiler_collect_callstack: Annotated[bool, PROFILER, PROFILE] = False
     """Record the lines of Python in the trace."""
     profile_step_start: Annotated[int, FROM_0, PROFILER, PROFILE] = 10
-    """First step that is recorded."""
+    """First step that is recorded, counted from 0: with 10 the first trace is of iteration 11."""
     # ANY: only together with the start can it be judged, see checks.inputs.
     profile_step_end: Annotated[int, ANY, PROFILER, PROFILE] = 12
-    """Step at which recording ends; it is not recorded."""
+    """Step at which recording ends, counted from 0; it is not recorded."""
     profile_ranks: Annotated[tuple[int, ...], ANY, PROFILER, PROFILE] = ()
     """Ranks to record. Default: all."""
 

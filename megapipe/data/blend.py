@@ -50,8 +50,8 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
 
     Args:
         data_path: the words of the list.
-    Raises: DataError for an empty list, or if only some items in the places of weights are positive
-        numbers.
+    Raises: DataError for an empty list, or if some items in the places of weights are numbers and
+        not all are positive ones. Also if their sum overflows.
     """
     if not data_path:
         raise DataError(

@@ -69,7 +69,7 @@ def open_parts(config: Config, tokenizer: Tokenizer) -> list[Part | None]:
     """Open the sources of train, validation and test, without the slow ordering of samples.
 
     Returns: for each of the three, a Part: (list of (source, ids of its sequences), blend, number
-        of samples wanted); None for a part that the run does not read.
+        of samples wanted); None for a part that the run does not read or --split leaves out.
     Raises: DataError with every file that is missing, damaged or of another tokenizer, and for a
         part without tokens.
     """
@@ -266,7 +266,8 @@ def build_part(config: Config, tokenizer: Tokenizer, part: Part) -> TokenDataset
     Args:
         tokenizer: the tokenizer, whose number of ids bounds the tokens.
         part: a part from `open_parts`.
-    Raises: DataError for files that have too few samples.
+    Raises: DataError if a blend without weights has too few samples, or if an index does not fit in
+        memory.
     """
     members, blend, wanted = part
     build = partial(_build_member, config, tokenizer.vocab_size)

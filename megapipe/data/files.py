@@ -32,8 +32,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 def complete_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` if the block ends without an error.
 
-    After an error the new content is deleted and `path` is unchanged. A symbolic link stays a link:
-    its target is replaced. A device or a pipe, such as /dev/null, is written directly.
+    Missing folders above it are made. After an error the new content is deleted and `path` is
+    unchanged. A symbolic link stays a link: its target is replaced. A device or a pipe, such as
+    /dev/null, is written directly.
 
     Raises: DataError if the system refuses to create, write or rename the file.
     """
@@ -101,7 +102,10 @@ def folder_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Ite
 
 
 def nearest_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the path itself if it exists, else the nearest folder above it that exists."""
+    """Return the path itself if it exists, else the nearest path above it that exists.
+
+    The result may be a file: `folder_problems` finds such paths.
+    """
     there = Path(path)
     while not there.exists():
         there = there.absolute().parent

@@ -70,7 +70,8 @@ def forget_fingerprint(prefix: str) -> None:
 def foreign(prefix: str, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a problem if PREFIX.bin was written by a tokenizer that produces other ids.
 
-    Nothing is yielded if PREFIX has no fingerprint file, as after preprocessing by Megatron-LM.
+    A fingerprint that cannot be read is a problem too. Nothing is yielded if PREFIX has no
+    fingerprint file, as after preprocessing by Megatron-LM, or for a NullTokenizer.
 
     Args:
         prefix: PREFIX.

@@ -158,7 +158,8 @@ def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> 
 class GPTDataset:
     """Items of seq_length + 1 token ids of one source.
 
-    Reading an item raises DataError with file, sequence and id if an id is not in the vocabulary.
+    Reading an item raises DataError with file and id if an id is not in the vocabulary. It also
+    does if the cached index is damaged there.
 
     Attributes:
         source: the token sequences.

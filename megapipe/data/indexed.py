@@ -307,8 +307,8 @@ def _damaged(path: Path, problem: str) -> DataError:
 class IndexedWriter:
     """Writes a .bin/.idx pair. Used as a context manager, it leaves a complete pair or none.
 
-    Both files grow under temporary names. A former pair of the same name is replaced only when the
-    block ends without an error.
+    Both files are written under temporary names. A former pair of the same name is replaced only
+    when the block ends without an error.
 
     Args:
         prefix: path of the pair without .bin or .idx.
@@ -327,7 +327,7 @@ class IndexedWriter:
             self._bin = self._temporary[0].open("wb")
 
     def add_documents(self, tokens: NDArray[Any], lengths: NDArray[Any]) -> None:
-        """Append documents that each consist of one sequence.
+        """Append documents that each consist of one sequence; an empty one has no sequence.
 
         Args:
             tokens: the tokens of all these documents back to back.

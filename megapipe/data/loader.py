@@ -51,8 +51,8 @@ class Batch:
 
         Args:
             depth: number of tokens to shift; 0 returns this microbatch.
-            weighs: scale the shifted loss mask to the sum of the unshifted mask. A loss that is
-                divided by the step's number of tokens then weighs as much as the main model's loss.
+            weighs: scale the shifted loss mask, as float64, to the sum of the unshifted mask. A
+                loss divided by the step's number of tokens then weighs as much as the main model's.
             ends: end-of-document id. A label is masked if a document ends between it and the input.
                 None masks no such label.
         """

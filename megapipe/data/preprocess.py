@@ -94,7 +94,9 @@ def preprocess(
         workers: number of worker processes.
         report: called as (documents done so far, their bytes in the input).
     Returns: one pair per key.
-    Raises: DataError with up to ten bad lines of the first chunk that has any. No file is left.
+    Raises: DataError with up to ten bad lines of the first chunk that has any. Also for keys that
+        no file can be named by, for a key without any token, or if a worker dies. Former pairs stay
+        as they were.
     """
     problems = list(_bad_keys(encoding.keys))
     if problems:
@@ -165,7 +167,7 @@ def _encoded(
 ) -> Iterator[_Encoded]:
     """Yield the tokenised chunks of documents, in the order of `chunks`.
 
-    At most 2 x workers chunks are in flight, so that the input may be larger than memory.
+    At most 2 x workers + 1 chunks are in flight, so that the input may be larger than memory.
 
     Args:
         chunks: lists of documents.

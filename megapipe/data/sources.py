@@ -29,7 +29,8 @@ class Blend:
     Attributes:
         said: the name of the blend in messages: its flag, or the file that lists it.
         prefixes: paths without .bin or .idx.
-        weights: normalised weights; None to read each sample once.
+        weights: normalised weights; None without weights. Each sample is then read once, or the
+            samples of a single prefix as often as the run needs.
     """
 
     said: str
@@ -116,7 +117,10 @@ def blends(data: DataConfig) -> tuple[Blend | None, ...]:
 
 
 def mapped_files(data: DataConfig) -> dict[str, tuple[int, int]]:
-    """Return (inode, bytes) of every .bin and .idx file that a run reads, by its path."""
+    """Return {path: (inode, bytes)} of every .bin and .idx file that a run reads and that exists.
+
+    Raises: DataError as `blends`.
+    """
     if not is_named(data):
         return {}
     # A set, because train, validation and test may read the same pair.

@@ -55,11 +55,11 @@ def raw_documents(paths: Sequence[str]) -> Iterator[RawDocument]:
 
 
 def text_bytes(paths: Sequence[str]) -> int:
-    """Return the uncompressed size of all files in bytes; pipes and devices count as 0.
+    """Return the uncompressed size of all files in bytes; pipes and missing files count as 0.
 
     Args:
         paths: the files.
-    Raises: DataError for a file that cannot be read.
+    Raises: DataError for a compressed file that cannot be read.
     """
     total = 0
     # A pipe can be read only once, and a count would take its documents away.

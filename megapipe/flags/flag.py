@@ -62,7 +62,7 @@ class Flag:
     def spell(self, values: Sequence[str]) -> list[str]:
         """Return the flag and its values as words of a command line.
 
-        The form is --flag=VALUE where a value looks like a flag.
+        The form is --flag=VALUE if the flag takes one value, and that begins with a dash.
         """
         # A value such as -1 or -inf would be taken for the next flag.
         if self.count == "one" and values[0].startswith("-"):
@@ -92,7 +92,8 @@ class Flag:
     def value_problem(self, values: Sequence[str]) -> str | None:
         """Return the error for values that cannot be read; None if all values can be read.
 
-        A wrong number of values is left to `count_problem`.
+        An empty text is an error for a flag whose default is None. A wrong number of values is left
+        to `count_problem`.
 
         Args:
             values: as typed.

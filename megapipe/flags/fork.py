@@ -43,7 +43,8 @@ def uneven(given: dict[str, list[str]], ranks: int) -> str:
     """Replace --allow-padding-num-layers by flags of megapipe for an uneven split of the layers.
 
     Args:
-        given: megapipe's flags with their values as typed; the new flags are put here.
+        given: megapipe's flags with their values as typed. It is changed in place: the new flags
+            are put here, and --num-layers-per-virtual-pipeline-stage is replaced by one of them.
         ranks: number of pipeline ranks.
     Returns: a text with the new flags; if there are none, the reason.
     """

@@ -106,7 +106,7 @@ class Read(Generic[T]):
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Read flags into a configuration. `--help` prints its text and exits.
 
-    A flag that is given twice has the second value.
+    A flag that is given several times has the last value.
 
     Args:
         cls: a dataclass whose fields are flags, or are dataclasses with such fields. For `Config`
@@ -128,7 +128,7 @@ def read(
     """Return the configuration together with the problems, where `parse` would raise an error.
 
     Args:
-        argv: flags and values; None for sys.argv[1:].
+        argv: flags and values; None for sys.argv[1:]. `--help` prints its text and exits.
         besides: flags of a tool on the same command line. A misspelled name may mean one of these.
     """
     if argv is None:
@@ -225,11 +225,11 @@ def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def place_of_dashes(argv: Sequence[str], example: str) -> int:
     """Return the index of the `--` that ends a tool's own flags in a command line.
 
-    If help is asked for, the result is the length of `argv`.
+    If there is none and help is asked for, the result is the length of `argv`.
 
     Args:
         example: a command line to show in the error.
-    Raises: ConfigError if there is no `--`.
+    Raises: ConfigError if there is no `--`, and help is not asked for.
     """
     if "--" in argv:
         return argv.index("--")
@@ -241,7 +241,8 @@ def place_of_dashes(argv: Sequence[str], example: str) -> int:
 def to_flags(config: object) -> list[str]:
     """Return the flags, with values, of all fields that differ from their defaults.
 
-    `parse(type(config), to_flags(config))` equals the configuration.
+    `parse(type(config), to_flags(config))` equals the configuration, but for fields that are no
+    flags, such as Config.world_size.
     """
     words: list[str] = []
     for flag in flags_of(type(config)).values():
@@ -295,6 +296,8 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
 
 def _old_names(given: Given, others: list[tuple[str, list[str]]]) -> Iterator[str]:
     """Replace old names of flags in `others` by flags of megapipe in `given`.
+
+    Several values of --step-batch-size-schedule, which has lost its quotes, become one.
 
     Yields: an error for each old name with a wrong number of values. For some old names also an
         error if the flag that replaces them is given too.

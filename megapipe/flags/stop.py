@@ -64,10 +64,12 @@ def _discard_output() -> None:
 
 
 def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
-    """Print `pretrain_gpt.py: error: ...` once per machine, and exit with the error's code.
+    """Print `pretrain_gpt.py: error: ...`, and exit with the error's code.
 
-    After Ctrl-C the code is 130. The message goes to standard error. Under torchrun it goes into
-    the report of torchrun, which comes last.
+    The first rank of a machine prints at once. The others wait five seconds, in which a launcher
+    usually ends them, and then print too. After Ctrl-C the code is 130, and only the first rank
+    prints. The message goes to standard error. Under torchrun it goes into the report of torchrun,
+    which comes last.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if isinstance(error, KeyboardInterrupt):

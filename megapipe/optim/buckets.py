@@ -42,14 +42,15 @@ def buckets_of(
 ) -> list[Bucket]:
     """Return a stage's buckets (parameters reduced together), in the order of their backward.
 
-    The last bucket has the first layer and the parameters outside of layers.
+    The last bucket has the first layer and the parameters outside of layers. At the end each bucket
+    is divided: experts, and each set in `separate`, get buckets of their own.
 
     Args:
         params: {name: parameter} of the stage.
-        least: elements of a bucket, at least; the last bucket may have fewer.
-        number: the largest number of buckets, instead of `least`. If both are None there is one
-            bucket.
-        separate: sets of parameter names. The parameters in each set get buckets of their own.
+        least: elements of a bucket before that division, at least; the last bucket may have fewer.
+        number: the largest number of buckets before that division, instead of `least`. If both are
+            None there is one bucket.
+        separate: sets of parameter names.
     """
     layer_of = {}
     for name in params:

@@ -272,7 +272,7 @@ class FlatBuffers:
         """Return this rank's elements of a full parameter, as a flat tensor.
 
         These are the elements that this rank updates: under ZeRO-1 a part of the parameter, or
-            none.
+        none.
 
         Args:
             whole: the full parameter.
@@ -370,7 +370,7 @@ class FlatBuffers:
     def gathered(self, flat: Tensor) -> Tensor:
         """Return a full flat tensor, gathered from each rank's share in `flat`.
 
-        Collective over data parallelism.
+        Collective over data parallelism. Without ZeRO-1 it returns `flat` itself.
         """
         return self.shares.all_gather(flat) if self.shares.size > 1 else flat
 

@@ -23,8 +23,8 @@ class LossScale:
             divided by it afterwards.
         dynamic: whether the scale changes; otherwise the counters are unused.
         good_steps: number of steps without overflow since the last overflow or doubling.
-        overflows_left: number of overflows until the scale is halved. Only a doubling sets it back
-            to --hysteresis.
+        overflows_left: number of overflows until the scale is halved; at 0 each overflow halves it.
+            Only a doubling sets it back to --hysteresis.
     """
 
     scale: float = 1.0
@@ -46,7 +46,7 @@ class LossScale:
     def after(self, overflow: bool, precision: PrecisionConfig) -> LossScale:
         """Return the scale and counters after a step with or without overflow.
 
-        `precision` has the settings of the scale.
+        `precision` has the settings of the scale, such as --min-loss-scale, its least value.
         """
         if not self.dynamic:
             return self

@@ -108,7 +108,7 @@ class LRSchedule:
         """Return the schedule that the flags describe.
 
         Raises: ConfigError if the warm-up, or the decay at the end under WSD, is too long for the
-            curve.
+            curve. Also for a weight decay that `WeightDecay.of` refuses.
         """
         flags = config.optimizer
         # With --train-samples, Megatron's flags for lengths end in -samples instead of -iters.
@@ -211,7 +211,8 @@ def weight_decay(schedule: LRSchedule, samples: int) -> float:
 def decoupled_rate(schedule: LRSchedule, samples: int, flags: OptimizerConfig) -> float | None:
     """Return the learning rate of word embeddings and output head; None without --decoupled-lr.
 
-    The rate follows the curve of `schedule`, between --decoupled-lr and --decoupled-min-lr.
+    The rate follows the curve of `schedule`, between --decoupled-lr and --decoupled-min-lr. Without
+    the second flag the lowest rate is the schedule's.
 
     Args:
         samples: number of samples consumed before the step.

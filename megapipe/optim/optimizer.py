@@ -88,8 +88,9 @@ class Optimizer:
         live: counts the bytes of sharded tensors that are full at the moment.
         steps: number of updates so far, which Adam's bias correction needs.
 
-    Raises: ConfigError for names that occur twice, tied weights that do not fit together, or if
-        nothing is trained.
+    Raises: ConfigError for names that occur twice, tied weights that do not fit together,
+        parameters of several types, or if nothing is trained. Also for an unknown optimizer, or one
+        that ZeRO cannot split.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class Optimizer:
     def flats(self, chunk: int) -> list[Tensor]:
         """Return the flat tensors of a stage that an update changes and this rank owns.
 
-        These are the float32 main parameters and the optimizer state, such as Adam's moments.
+        These are the main parameters and the optimizer state, such as Adam's moments.
         Whoever changes them calls `spread`, which updates the model's weights.
 
         Args:

@@ -86,9 +86,10 @@ class Part:
         names: names of the parameters in the whole model.
         value: the parameters in float32; in float64 for a float64 model, in bf16 if a flag asks for
             it.
-        grad: the gradients of the parameters, summed over ranks, scaled and clipped.
-        state: {name in Rule.state: tensor like `value`}. The tensors are zeros at first, and are
-            saved in checkpoints.
+        grad: the gradients of the parameters, summed over ranks, scaled and clipped but for
+            `factors`.
+        state: {name in Rule.state: tensor of the shape of `value`}. The tensors are zeros at first,
+            and are saved in checkpoints. They are float32 or wider, or bf16 if a flag asks for it.
         lr: learning rate of this step and these parameters.
         weight_decay: weight decay of this step and these parameters.
         layout: for a single parameter, how it is split over tensor parallelism.

@@ -32,7 +32,8 @@ class Tie(NamedTuple):
             that only receive updated weights from the owner's rank. The order is equal on all
             ranks.
         across: whether the uses are on several pipeline ranks. These ranks are on the axis
-            mesh.ends, over which tied weights are exchanged.
+            mesh.ends, over which tied weights are exchanged. False under DualPipe, where each rank
+            with a use has a replica of the owner.
     """
 
     uses: tuple[ParameterRow, ...]
@@ -250,7 +251,8 @@ class Ties:
     def _from(self, use: ParameterRow, x: Tensor) -> None:
         """Broadcast x over `mesh.ends` from the rank that has the parameter `use`.
 
-        `mesh.ends` are the first and the last rank of the pipeline, which share tied weights.
+        `mesh.ends` are the ranks of the pipeline that share tied weights: often the first and the
+        last.
         """
         ends = self.mesh.ends
         ends.broadcast(x, ends.ranks.index(self.mesh.pp.ranks[use.rank]))

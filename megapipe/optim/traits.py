@@ -51,9 +51,9 @@ def traits_of(flags: OptimizerConfig) -> Traits:
 def split_problem(
     flags: OptimizerConfig, elementwise: bool, by: str = "--use-distributed-optimizer"
 ) -> str | None:
-    """Return an error text if ZeRO-1 would split parameters that an optimizer needs whole.
+    """Return the error text for ZeRO-1 with an optimizer that needs whole parameters.
 
-    Returns None if there is no such problem.
+    Returns None for any other optimizer. Whether ZeRO-1 is in use is the caller's question.
 
     Args:
         elementwise: whether the optimizer allows ZeRO-1 to split parameters.

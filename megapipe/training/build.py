@@ -55,8 +55,9 @@ def build_run(
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         eod: end-of-document id of the tokenizer.
         hooks: changes that the user's program makes to the run.
-    Returns: (the run, the number of parameters on each pipeline rank).
-    Raises: ConfigError on every rank if replicas of the model differ.
+    Returns: (the run, the number of parameters of each stage).
+    Raises: ConfigError on every rank if replicas of the model differ, or if the stages do not make
+        up the model.
     """
     modules, parameters = _modules(config, mesh, plan, provider)
     # DualPipe: two chains of stages, so that each stage is on two ranks.
@@ -93,7 +94,8 @@ def _modules(
 
     Args:
         provider: builds the stages.
-    Returns: (the stages in ascending order, the number of parameters on each pipeline rank).
+    Returns: (this rank's stages in ascending order, the number of parameters of each stage of the
+        pipeline).
     """
     place = plan.schedule.placement
     own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
@@ -138,7 +140,7 @@ def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
     Args:
         report: prints on one rank.
         plan: the plan of the run.
-        parameters: number of parameters on each pipeline rank.
+        parameters: number of parameters of each stage.
     """
     config = report.config
     mesh = report.mesh

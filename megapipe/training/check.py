@@ -106,7 +106,8 @@ def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> L
         config: the configuration of the flags.
         provider: builds the stages, unless --model-provider names another one.
         datasets: returns the datasets.
-    Raises: UserError with every problem.
+    Raises: UserError with every problem of flags, files and machine. Problems of the checkpoint,
+        the provider, the plan and the data are raised one at a time.
     """
     config = replace(as_here(config), world_size=_launched())
     # Looked up once, although two checks need it: the folder may be on a slow disk.
@@ -148,7 +149,8 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
     Args:
         config: the configuration of the flags.
         datasets: returns the datasets of a launch. A function of the user's program is not called.
-    Raises: UserError with every problem.
+    Raises: UserError with every problem. If flags are wrong, it has only these and problems of
+        files, machine and checkpoint folders, as the rest needs sound flags.
     """
     config = replace(config, world_size=config.check.world_size or _launched())
     find = cache(find_checkpoint)
@@ -223,7 +225,7 @@ def _memory(config: Config, plan: Plan) -> str:
     """Return the line of a launch on whether the plan fits the memory of a device.
 
     The device is this machine's first GPU, or the one of --rates where it is given or there is no
-    GPU. The text is empty for a run on CPUs, and for a device whose memory is not known.
+    GPU. The text is empty for a run on CPUs. For a device whose memory is not known, it says so.
     """
     if config.parallel.distributed_backend == "gloo":
         return ""
@@ -242,7 +244,8 @@ def _memory(config: Config, plan: Plan) -> str:
 def _seconds(config: Config, plan: Plan) -> str:
     """Return a line with the predicted time of a step.
 
-    The text is empty if the device's speed is not known: a run on CPUs without --rates.
+    The text is empty if the device's speed is not known: a run on CPUs without --rates. With
+    --pipeline-costs it says that no seconds are predicted.
     """
     device = device_of(config)
     if device is None:
@@ -286,7 +289,7 @@ def _layout(config: Config) -> str:
 
 
 def _of_save(config: Config, start: Path | None) -> list[str]:
-    """Return the problems of the folder of --save, whatever is saved there.
+    """Return the problems of the folder of --save: its checkpoints, its rights, its running owner.
 
     Args:
         config: the configuration.

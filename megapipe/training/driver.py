@@ -71,9 +71,9 @@ class Driver:
     is checked by V, a pass of the following step. `end` completes an open step. `whole` runs a step
     to its end. `ended` reports it.
 
-    A step ends at once if the following work needs its weights, or if the run may end after it. A
-    step also ends at once after a clipped or skipped one, until --post-validation-after steps in a
-    row were neither.
+    A step ends at once if the following work needs its weights, or if the run may end after it. It
+    also does at the start and after a clipped or skipped step, until --post-validation-after steps
+    in a row were neither.
 
     Args:
         run: this rank's part of the run.

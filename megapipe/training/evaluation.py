@@ -1,6 +1,7 @@
 """Evaluate during a run and at its end.
 
-Each evaluation reads on where the last one stopped. The test set is evaluated at the end.
+Each evaluation during a run reads on where the last one stopped. The test set, and a run that only
+evaluates, begin at the first sample.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ class Evaluation:
         self._test = reading.evaluation(data.test)
 
     def look(self) -> None:
-        """Evaluate on the validation set, if --eval-interval asks for it after this iteration."""
+        """Evaluate on the validation set, if --eval-interval asks for it after this iteration.
+
+        No iteration before --start-eval-at-iter is evaluated.
+        """
         data = self._run.config.data
         n = self._run.progress.iteration
         due = data.eval_interval and n % data.eval_interval == 0
@@ -86,7 +90,10 @@ class Evaluation:
             self._run.report.pause()
 
     def finish(self) -> None:
-        """Evaluate on the validation and the test set at the end of the run."""
+        """Evaluate on the validation and the test set at the end of the run.
+
+        Does nothing without --eval-interval and --skip-train.
+        """
         data = self._run.config.data
         n = self._run.progress.iteration
         if data.skip_train or data.eval_interval:

@@ -21,13 +21,14 @@ def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
     """Return the checkpoint to load, with its files verified; None to start fresh.
 
     The result is the same on all ranks; each verifies a part of the files. A checkpoint that
-    --ckpt-step names is never replaced by an older one. In the folder of --save, damaged
-    checkpoints are renamed, so that this run can save there.
+    --ckpt-step names is never replaced by an older one. If an older one is sound, the damaged
+    checkpoints in the folder of --save are renamed, so that this run can save there.
 
     Args:
         config: the checkpoint flags.
         mesh: this rank's mesh.
-    Raises: CheckpointError with all damage, if no checkpoint is sound.
+    Raises: CheckpointError with all damage, if no checkpoint is sound, or not the one of
+        --ckpt-step.
     """
     # Looked up again, now that this run has the lock on --save: the last owner may have saved.
     path = find_checkpoint(config, mesh)
@@ -92,9 +93,10 @@ def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> st
 
 
 def resumed(run: Run, contents: Mapping[str, str]) -> Run:
-    """Load the newest undamaged checkpoint, and return the run with its progress.
+    """Load the newest undamaged checkpoint, and return the run with its progress and curve.
 
-    Returns `run` itself if there is nothing to load.
+    Returns `run` itself if there is nothing to load. With --moe-use-upcycling the checkpoint is
+    first converted to one with experts in --save. Collective over the world.
 
     Args:
         run: a fresh run, whose modules and optimizer are loaded in place.

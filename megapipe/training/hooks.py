@@ -53,8 +53,8 @@ class Hooks:
 
     Attributes:
         groups: selects parameters with a learning rate or weight decay of their own.
-        lr: returns the learning rate after a number of samples; None for --lr and the flags of a
-            curve.
+        lr: returns the learning rate after a number of samples, without samples of skipped
+            iterations; None for --lr and the flags of a curve.
         callbacks: called in this order.
         reads_on: given the layers of a stage, returns whether it gets batches. Stages with
             embedding or loss always do. On all other stages the data_iterator of forward_step is

@@ -70,7 +70,7 @@ def pretrain(
     3. Meet the other ranks.
     4. Build this rank's part of the run, and load the newest undamaged checkpoint.
     5. Train to the end, with evaluations and saves between steps.
-    6. Exit with a code that says why, if the run has stopped before its end.
+    6. Exit with code 75, if the run was asked to stop before its end.
 
     Args:
         config: from `flags.parse.parse`, or built in Python. The world size comes from the
@@ -84,7 +84,8 @@ def pretrain(
         hooks: the user's parameter groups, learning-rate curve, callbacks, and stages that read
             batches.
     Raises: UserError with a text for the user, before any process group exists if possible.
-        SystemExit(75) if the run was asked to stop before its end (docs/troubleshooting.md).
+        SystemExit(75) if a signal, a time limit or a file asked the run to stop before its end
+        (docs/troubleshooting.md). Under torchrun, and for --exit-interval, the code is 0.
     """
     if config.check.check:
         check(config, datasets)
@@ -157,7 +158,7 @@ def _build(
         mesh: this rank's mesh.
         plan: the plan of the run.
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
-        started: time.monotonic() at the start of the process.
+        started: time.monotonic() at the start of `pretrain`.
         hooks: changes that the user's program makes to the run.
     Raises: ConfigError for a device with too little memory.
     """
@@ -179,8 +180,8 @@ def _build(
 class Training:
     """One rank's part of a run: its steps, evaluations and saves.
 
-    The constructor builds the stages and the optimizer, loads the newest undamaged checkpoint, and
-    opens the data. `train` runs to the end. Both are collective over the world.
+    The constructor builds the stages and the optimizer, and loads the state that is kept in memory
+    or the newest undamaged checkpoint. `train` runs to the end. Both are collective over the world.
 
     Args:
         config: the run's configuration, checked.
@@ -189,7 +190,7 @@ class Training:
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         data: the datasets.
         eod: end-of-document id of the tokenizer.
-        started: time.monotonic() at the start of the process, for --exit-duration-in-mins.
+        started: time.monotonic() at the start of `pretrain`, for --exit-duration-in-mins.
         layers: a description of the layers, for the log.
         plan: the plan of the run; None to make it of `config`.
         hooks: changes that the user's program makes to the run.
@@ -200,7 +201,7 @@ class Training:
         evaluation: runs the evaluations.
         saving: saves checkpoints.
         copies: the training states that are kept in memory; None without
-            --non-persistent-ckpt-type.
+            --non-persistent-ckpt-type, and without a launcher that restarts ranks.
         check_files: raises if a data file has become shorter.
     """
 
@@ -367,7 +368,7 @@ class Training:
     def _shorten_timeout(self, first: int) -> None:
         """Set --distributed-timeout-seconds-after-init on all groups after the first step.
 
-        first: the first iteration of this process.
+        first: number of iterations before the first step of this process.
         """
         run = self.run
         seconds = run.config.parallel.distributed_timeout_seconds_after_init

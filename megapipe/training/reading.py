@@ -69,7 +69,9 @@ class Reading:
         Args:
             dataset: the training samples; None if the split leaves none.
             progress: where the run begins.
-        Raises: DataError, on all ranks, if the run would reach the end of its data.
+        Returns: the function. With --skip-train it returns no microbatches.
+        Raises: DataError, on all ranks, if there are no training samples, or if the run would reach
+            their end. A cyclic order has no end.
         """
         config = self.config
         if config.data.skip_train:

@@ -20,10 +20,10 @@ REFUSED = {
     "--linear-attention-freq [1,0]": "says 2 layers, and --num-layers 4",
     "--linear-attention-freq [0]*4": "leaves no layer",
     "--linear-attention-freq 1": "leaves no layer",
-    "--linear-attention-freq 4 --linear-num-value-heads 6": "--linear-num-value-heads 6 does not divide",
-    "--linear-attention-freq 4 --tensor-model-parallel-size 8": "--linear-num-key-heads 4 does not divide",
+    "--linear-attention-freq 4 --linear-num-value-heads 6": "--linear-num-value-heads 6 is not divisible",
+    "--linear-attention-freq 4 --tensor-model-parallel-size 8": "--linear-num-key-heads 4 is not divisible",
     "--linear-attention-freq 4 --context-parallel-size 2": "Use --cp-comm-type a2a",
-    "--linear-attention-freq 4 --context-parallel-size 8 --cp-comm-type a2a": "--linear-num-key-heads 4 does not",
+    "--linear-attention-freq 4 --context-parallel-size 8 --cp-comm-type a2a": "--linear-num-key-heads 4 is not",
     "--linear-attention-freq 4 --pipeline-slices 2": "--pipeline-slices 2 does not go with",
     "--linear-attention-freq 4 --bf16 --fp8-format hybrid": "--linear-key-head-dim 8",
 }

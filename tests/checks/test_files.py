@@ -44,7 +44,7 @@ def test_a_tokenizer_needs_its_file(tmp_path):
 def test_padded_vocabulary():
     assert problem("--padded-vocab-size 999").startswith("--padded-vocab-size 999 is less than the 1000 ids")
     assert problem("--make-vocab-size-divisible-by 7 --tensor-model-parallel-size 2", 2) == (
-        "a vocabulary padded to 1001 rows does not divide by --tensor-model-parallel-size 2: 1001 = 2 x 500 + 1. "
+        "a vocabulary padded to 1001 rows is not divisible by --tensor-model-parallel-size 2: 1001 = 2 x 500 + 1. "
         "Use --make-vocab-size-divisible-by 8."
     )
     assert not [*vocabulary_problems(config("--tensor-model-parallel-size 8"), 50257)]

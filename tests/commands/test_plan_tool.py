@@ -94,7 +94,7 @@ def test_every_wrong_flag_of_plan_and_run_is_told_at_once(search):
     assert "unknown flag --wurld-size; did you mean --world-size?" in said
     assert said.count("--gpus") == 1
     assert "--seed x: expected an integer" in said
-    assert "--hidden-size 32 does not divide by --num-attention-heads 5" in said
+    assert "--hidden-size 32 is not divisible by --num-attention-heads 5" in said
     if search:
         assert "--fix tq is no axis" in said
         assert "--search needs --world-size" not in said  # the misspelled flag may be it

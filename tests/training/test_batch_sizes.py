@@ -196,4 +196,4 @@ def test_the_log_names_the_batch_and_evaluations_have_their_own(capsys):
 def test_every_size_is_checked_before_the_run():
     sizes = {"rampup_batch_size": (4, 1, 10), "global_batch_size": 12, "step_batch_size_schedule": None}
     problems = flag_problems(config("dualpipe-v", pp=2, **sizes))
-    assert any(text.startswith("--global-batch-size 5 does not divide") for text in problems)
+    assert any(text.startswith("--global-batch-size 5 is not divisible") for text in problems)

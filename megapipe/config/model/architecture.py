@@ -37,7 +37,7 @@ class ArchitectureConfig(ActivationConfig):
     hidden_size: Annotated[int | None, Required("768"), FROM_1, MUST] = None
     """Width of the hidden state between layers. Required."""
     ffn_hidden_size: Annotated[int | None, FROM_1, MUST] = None
-    """Width of the MLP, with --swiglu of each half. Default: 4 x --hidden-size, with --swiglu
+    """Width of the MLP, with a gate of each half. Default: 4 x --hidden-size, with --swiglu
     4 x hidden x 2/3 rounded down to a multiple of 64."""
     num_attention_heads: Annotated[int | None, Required("12"), LISTED, MUST] = None
     """Number of query heads. Required. The tensor-parallel size must divide it."""

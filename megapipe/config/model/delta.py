@@ -47,7 +47,8 @@ class DeltaConfig:
     def has_delta_in(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, has a gated delta net.
 
-        Raises: ValueError if --linear-attention-freq is missing or cannot be read.
+        Raises: ValueError if --linear-attention-freq is missing or cannot be read, IndexError if
+            its list is too short.
         """
         if not self.has_delta:
             return False

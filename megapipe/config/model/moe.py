@@ -48,7 +48,7 @@ class MoEConfig:
     """Which layers have experts. N: the layers 0, N, 2N, ... A list: the layers with a 1, such as
     ([0]*3+[1]*58)."""
     moe_ffn_hidden_size: Annotated[int | None, FROM_1, MUST, EXPERTS] = None
-    """Width of an expert, with --swiglu of each half. Default: --ffn-hidden-size."""
+    """Width of an expert, with a gate of each half. Default: --ffn-hidden-size."""
     # Balance: a loss, or the choice itself.
     moe_router_topk: Annotated[int, FROM_1, MUST, EXPERTS] = 2
     """Number of experts that each token is sent to."""
@@ -189,7 +189,7 @@ class MoEConfig:
     def has_experts_in(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, has experts.
 
-        Raises: ValueError if --moe-layer-freq cannot be read.
+        Raises: ValueError if --moe-layer-freq cannot be read, IndexError if its list is too short.
         """
         if not self.has_experts:
             return False
@@ -239,8 +239,8 @@ DEEPEST = 50
 def layer_frequency(text: str) -> int | list[int]:
     """Return the value of --moe-layer-freq: an integer, or a list with a 0 or 1 for each layer.
 
-    An integer n puts experts into every n-th layer. The list may be written with sums and products,
-    as in Python: [0] * 2 + [1] * 3 is [0, 0, 1, 1, 1]. The text is never executed.
+    An integer n puts experts into the layers 0, n, 2n and so on. The list may be written with sums
+    and products, as in Python: [0] * 2 + [1] * 3 is [0, 0, 1, 1, 1]. The text is never executed.
 
     Raises: ValueError for anything else.
     """
@@ -250,7 +250,10 @@ def layer_frequency(text: str) -> int | list[int]:
 
 @cache
 def frequency_of(text: str) -> int | tuple[int, ...]:
-    """Return the value of a text such as "2" or "[0]*3+[1]*9": an integer or a tuple."""
+    """Return the value of a text such as "2" or "[0]*3+[1]*9": an integer or a tuple.
+
+    Raises: ValueError for anything but an integer of at least 1, or a list of 0 and 1.
+    """
     # Read once: a search of plans asks for every layer of every plan.
     # A shell's array variable can leave quotes in the value.
     bare = text.strip().strip("'\"")

@@ -76,10 +76,11 @@ class ShardingConfig:
     ddp_bucket_size: Annotated[
         int | None, FROM_1, REPLICAS, BUCKETS, excludes("ddp_num_buckets", SAME)
     ] = None
-    """Number of gradient elements that are reduced at once, while the stage's last weight pass
-    computes earlier layers. Default: a whole stage at once, after that pass."""
+    """Least number of gradient elements that are reduced at once, while the stage's last weight
+    pass computes earlier layers. Default: a whole stage at once, after that pass."""
     ddp_num_buckets: Annotated[int | None, FROM_1, REPLICAS, BUCKETS] = None
-    """Number of buckets per stage, instead of --ddp-bucket-size. Default: one."""
+    """Largest number of buckets per stage, instead of --ddp-bucket-size. Default: one. Experts have
+    buckets of their own."""
     # Megatron-LM demands both flags, too.
     overlap_param_gather: Annotated[
         bool,

@@ -112,12 +112,15 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> BPETokeniz
 
 
 def hugging_face_tokenizer(path: str | None, *, specials: bool) -> BPETokenizer:
-    """Return the tokenizer of a tokenizer.json, or of a folder; eod is the folder's eos_token.
+    """Return the tokenizer of a tokenizer.json, or of a folder.
+
+    The end-of-document token is the folder's eos_token, else <|endoftext|>, else </s>.
 
     Args:
         path: the file or folder; None is refused.
         specials: add what the tokenizer puts around a text, such as a beginning-of-sequence id.
-    Raises: DataError for a path that is missing or has no tokenizer, or without an eos_token.
+    Raises: DataError for a path that is missing or has no tokenizer, or without any of these
+        tokens.
     """
     flag = f"--tokenizer-model {path}"
     if path is None:

@@ -113,8 +113,9 @@ def check_ownership(
         placement: the placement of stages on ranks.
         mesh: this rank's mesh.
     Returns: the number of parameters of each stage, over all tensor-parallel ranks.
-    Raises: ConfigError on every rank, with everything that is missing, doubled, not part of the
-        model, or of another shape.
+    Raises: ConfigError on every rank, with the first 20 parts that are missing, doubled, not part
+        of the model, or of another shape. Only the ranks of a layer without attention over
+        context-parallel ranks raise it for that layer.
     """
     if mesh.cp.size > 1:
         _check_attention(modules, mesh.cp.size)

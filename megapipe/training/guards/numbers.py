@@ -98,8 +98,7 @@ class Guard:
             iteration: the step's iteration.
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.
-            again: a text on what a second run of the step gave, for the error; "" if the step ran
-                once.
+            again: ", twice" in the error's text if the step ran a second time, else "".
         Raises: TrainingError for a number that is not finite, unless flags or the loss scale allow
             it, or after too many bad steps in a row.
         """
@@ -192,7 +191,7 @@ class Guard:
     def _limits(self) -> dict[str, float]:
         """Return {name of a loss: the value above which it is a spike}.
 
-        A loss that was never seen is left out.
+        A loss without a recent value above 0 is left out.
         """
         highest = {name: max(losses) for name, losses in self._recent.items()}
         # FACTOR says nothing about a loss that may be 0 or negative.

@@ -20,7 +20,10 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.watch.watch import RELAY_S
 
 STOPPED = 75
-"""Exit code of a run that was asked to stop, has saved and can be resumed: EX_TEMPFAIL."""
+"""Exit code of a run that was asked to stop, has saved and can be resumed: EX_TEMPFAIL.
+
+Not under torchrun, where it is 0.
+"""
 
 REPEATED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that arrive more than once, because each launcher passes on what it receives."""
@@ -67,7 +70,7 @@ class Stopping:
     Args:
         flags: the guards' flags.
         mesh: this rank's mesh.
-        started: time.monotonic() at the start of the process.
+        started: time.monotonic() at the start of `pretrain`.
 
     Attributes:
         signal: listens for --exit-signal.
@@ -89,9 +92,10 @@ class Stopping:
         return self.signal.received or (most is not None and self._minutes() > most)
 
     def reason(self, iteration: int, asked: Sequence[str] = ()) -> str | None:
-        """Return a text with the reason to stop, equal on all ranks; None to go on.
+        """Return a text with the reason to stop, equal on all ranks but for a date; None to go on.
 
-        Collective over the world in iterations in which a flag allows a stop.
+        Sets `exit_code`. Collective over the world with --exit-duration-in-mins or
+        --exit-signal-handler.
 
         Args:
             iteration: the iteration that has ended.
@@ -167,8 +171,8 @@ class ExitSignal:
     def close(self) -> None:
         """Stop listening.
 
-        A signal that arrives a second time, while the process ends, is ignored, so that it does not
-        change the exit code.
+        If a signal has arrived, signals are ignored from now on, so that they do not change the
+        exit code. Ctrl-C is ignored only under torchrun.
         """
         for number, before in self._before.items():
             handler = before

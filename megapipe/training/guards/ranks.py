@@ -34,7 +34,7 @@ They show another text, tokenizer or order, but not a few changed tokens of a la
 may have terabytes, and each rank reads it.
 """
 RANGE = 1 << 16
-"""Bytes of a range. A smaller file is read as a whole."""
+"""Bytes of a range. A file of at most RANGES such ranges is read as a whole."""
 
 
 def facts(
@@ -42,7 +42,8 @@ def facts(
 ) -> dict[str, str]:
     """Return {name: text} that must be equal on all ranks: flags, versions, digests of files.
 
-    Only the contents of files are compared: each machine may have them in another folder.
+    The user's programs may be in another folder on each machine. Files that flags name need equal
+    paths, because all flags are compared.
 
     Args:
         config: the run's configuration.
@@ -78,7 +79,8 @@ def contents(config: Config, train: TokenDataset | None = None) -> dict[str, str
     """Return {name: digest} of data and tokenizer, which a resumed run must find again.
 
     The names of files do not count. "data_path" is the digest of the .idx files, sizes and weights.
-    "tokens" and "order", of the first samples, are missing in the first version of checkpoints.
+    "tokens" is a digest of ranges of the .bin files, "order" of the order of the first samples.
+    Both are missing in the first version of checkpoints.
 
     Args:
         config: the run's configuration.
@@ -156,7 +158,9 @@ def _size(prefix: str) -> str:
 
 
 def _tokens(prefix: str) -> str:
-    """Return a digest of a .bin file: it is cut in RANGES parts, and RANGE bytes of each are read.
+    """Return a digest of a .bin file, read in part: RANGE bytes of each of RANGES equal parts.
+
+    A small file has fewer parts. If its size is no multiple of RANGES, a last, short part follows.
 
     prefix: the path without .bin.
     """

@@ -169,7 +169,10 @@ def _nothing(back: Back, copies: Copies) -> str:
 
 
 def newest_on_disk(run: Run) -> int:
-    """Return the iteration of the newest checkpoint in --save; 0 if there is none."""
+    """Return the iteration of the newest checkpoint in --save; 0 if there is none.
+
+    Collective over the world.
+    """
     folder = run.config.checkpoint.save
     if folder is None:
         return 0

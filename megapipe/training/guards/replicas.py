@@ -27,15 +27,15 @@ def check_replicas(
     """Compare parameters and buffers between all ranks that have a copy of the same tensor.
 
     Parameters that tensor parallelism does not split are also compared over tensor-parallel ranks.
-    A rank sends one hash if nothing differs. Collective over the mesh.
+    If nothing differs, a rank sends one hash along each axis. Collective over the mesh.
 
     Args:
         modules: this rank's stages.
         mesh: this rank's mesh.
         mirrored: compare the two ranks that have the same stage under DualPipe, too.
         after: number of trained iterations; None at the start.
-    Raises: ConfigError on every rank at the start, with the names of differing tensors. Later
-        RanksDiffer.
+    Raises: ConfigError on every rank at the start, with the first 20 names of differing tensors.
+        Later RanksDiffer.
     """
     params = dict(pair for module in modules for pair in module.named_parameters())
     buffers = dict(pair for module in modules for pair in module.named_buffers())

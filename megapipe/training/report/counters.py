@@ -109,7 +109,10 @@ class Counters:
 
     @property
     def measures_enough(self) -> bool:
-        """Return whether enough steps of one table are measured to predict the step from them."""
+        """Return whether enough steps of one table are measured to predict the step from them.
+
+        Returns False after that prediction, and on a rank that does not write the log.
+        """
         return len(self._first) >= MEASURED
 
     def add(self, watch: Stopwatch, *, over: bool) -> list[Slow]:
@@ -188,8 +191,9 @@ class Counters:
     def predict_again(self, seconds: Sequence[float]) -> Again | None:
         """Predict the step from the passes measured so far, on the rank that writes the log.
 
-        If the new bubble differs from the plan's by DIFFERS or more, `now` has the new prediction
-        from here on. Returns None on any other rank, and before enough steps were measured.
+        If a pipeline's new bubble differs from the plan's by DIFFERS or more, `now` has the new
+        prediction from here on. Returns None unless `measures_enough`, so at most one call returns
+        a prediction.
 
         Args:
             seconds: the durations of the last steps.

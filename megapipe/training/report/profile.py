@@ -16,6 +16,7 @@ def trace_path(log: LogConfig, rank: int) -> Path:
     """Return the file for the trace of a rank.
 
     The file is torch_profile/rank-N.json.gz next to the TensorBoard folder, as in Megatron-LM.
+    Without such a folder it is in the current one.
 
     Args:
         log: the logging flags.

@@ -255,7 +255,7 @@ class Reporter:
         self._window.restart()
 
     def summary(self, n: int, samples: int, saved: int) -> None:
-        """Print a line on this process's whole run.
+        """Print a line on this process's whole run; nothing after fewer than two steps.
 
         Args:
             n: the iteration after which it ended.

@@ -11,7 +11,7 @@ from megapipe.training.report.moment import Moment
 
 
 def brief(x: float) -> str:
-    """Return a number x as three digits and a letter, such as 1.23M."""
+    """Return a number x with three digits and, from 1000 on, a letter: 12.3, 1.23M."""
     for letter in ("", "k", "M", "G"):
         # 999.5 would be rounded to 1000.
         if x < 999.5:
@@ -23,7 +23,7 @@ def brief(x: float) -> str:
 def speed(moment: Moment) -> tuple[str, float]:
     """Return (unit, speed of a device) for a line of the log.
 
-    The unit is GFLOP/s for a small model on a laptop, else TFLOP/s.
+    The unit is GFLOP/s below 0.1 TFLOP/s, such as on a laptop, else TFLOP/s.
 
     Args:
         moment: the state of the run to report.

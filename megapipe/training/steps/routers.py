@@ -22,7 +22,8 @@ class Routed:
     `busiest` finds the expert with most tokens.
 
     Attributes:
-        losses: each loss by Megatron-LM's name, its mean over the layers, without its coefficient.
+        losses: each loss by Megatron-LM's name, its mean over the layers with experts, without its
+            coefficient.
         per_layer: the same losses for each layer of the model, then for each module of multi-token
             prediction. A layer without experts has 0.
         tokens: {layer: (number of tokens routed to each expert)}.

@@ -40,13 +40,14 @@ class StepResult:
         losses: the values that loss_func reported, by name: sum over count for the global batch, or
             the mean of single numbers. A name whose count is 0 is left out. Only reports depend on
             these values.
-        grad_norm: norm of all gradients before clipping; NaN if it was not computed.
+        grad_norm: norm of all gradients before clipping; NaN if a loss was not finite or `spiked`.
         tokens: trained tokens of the global batch, the second of three values that loss_func
             returns. The number is 0 if loss_func returns two.
-        skipped: nothing was updated, because a loss or the gradient was not finite.
-        num_zeros: gradient elements that are 0, with --log-num-zeros-in-grad; else None.
+        skipped: nothing was updated, because a loss or the gradient was not finite, or `spiked`.
+        num_zeros: gradient elements that are 0, with --log-num-zeros-in-grad; else, and if skipped,
+            None.
         finite: every differentiated loss was finite, whatever was reported.
-        spiked: the step was skipped because a loss was above its limit.
+        spiked: the caller refused the losses: one was above its limit, or a drill asked for it.
         batch: number of sequences in the global batch.
         guessed: the update did not wait for the norm.
         undone: the update did not wait for the norm and was wrong.
