@@ -10,8 +10,9 @@ its replica, and where that has lost a rank, on a peer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -19,7 +20,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.core.room import Room
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies
-from megapipe.schedule.kinds import LAYERS
+from megapipe.schedule.kinds import LAYERS, Kind
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 from megapipe.schedule.simulate import simulate
 
@@ -42,11 +43,15 @@ class Joint:
         table: the table of one replica.
         replicas: number of replicas.
         lost: (replica, pipeline rank) of the lost rank; None if all are there.
+        positions: for each microbatch of `table` its place in the order in which they begin. If
+            given, peers run the lost passes in blocks, one peer after another: each stops its own
+            pipeline between two microbatches, and has the memory of a whole rank for its block.
     """
 
     table: Schedule
     replicas: int
     lost: tuple[int, int] | None = None
+    positions: tuple[int, ...] = ()
 
     def rank(self, replica: int, rank: int) -> int:
         """Return the rank of the joint table that is pipeline rank `rank` of a replica.
@@ -71,14 +76,33 @@ class Joint:
     def peer(self, microbatch: int) -> int:
         """Return the replica that runs a microbatch in place of the lost rank.
 
-        The other replicas take turns.
+        The other replicas take turns by microbatch, or by block.
 
         Args:
             microbatch: number of a microbatch within the replica that lost the rank.
         """
         assert self.lost is not None
         broken, _ = self.lost
-        return (broken + 1 + microbatch % (self.replicas - 1)) % self.replicas
+        peers = self.replicas - 1
+        turn = microbatch % peers
+        if self.positions:
+            turn = self.positions[microbatch] * peers // len(self.positions)
+        return (broken + 1 + turn) % self.replicas
+
+    def borders(self, replica: int) -> list[int]:
+        """Return the positions before which a replica ends all microbatches that it has begun.
+
+        The replica that lost a rank does so between two blocks, and a peer where its block comes.
+        The first peer has its block before its own microbatches, the last one after them, and the
+        others at equal distances between.
+        """
+        assert self.lost is not None
+        peers = self.replicas - 1
+        count = len(self.positions)
+        if replica == self.lost[0]:
+            return [-(-count * block // peers) for block in range(1, peers)]
+        turn = (replica - self.lost[0] - 1) % self.replicas
+        return [count * turn // (peers - 1)]
 
     def placement(self) -> Placement:
         """Return the joint placement.
@@ -107,7 +131,8 @@ class Joint:
         """
         adopted: dict[int, list[Step]] = {}
         for replica in range(self.replicas):
-            for rank, row in enumerate(self.table.ranks):
+            for rank in range(len(self.table.ranks)):
+                row = self._row(replica, rank)
                 if (replica, rank) != self.lost:
                     yield self.rank(replica, rank), [self._renamed(step, replica) for step in row]
                     continue
@@ -119,6 +144,20 @@ class Joint:
                     for at, part in parts.items():
                         adopted.setdefault(at, []).append(self._renamed(part, replica))
         yield from adopted.items()
+
+    def _row(self, replica: int, rank: int) -> Sequence[Step]:
+        """Return the row of a pipeline rank, which is cut at the borders of its replica."""
+        row = self.table.ranks[rank]
+        if not self.positions:
+            return row
+        found = []
+        borders = [0, *self.borders(replica), len(self.positions)]
+        for first, end in pairwise(borders):
+            for step in row:
+                part = tuple(x for x in step if first <= self.positions[x.microbatch] < end)
+                if part:
+                    found.append(part)
+        return found
 
     def _renamed(self, step: Step, replica: int) -> Step:
         place = self.table.placement
@@ -151,7 +190,8 @@ def reroute(
     """Return the joint table of data-parallel replicas, if one of them has lost a rank.
 
     The same pipeline rank of each other replica (a peer) runs part of the lost rank's passes.
-    Three ways to order the passes of a peer are tried, and the fastest is returned.
+    Three ways to order the passes of a peer are tried, and the fastest is returned. With a limit on
+    memory and several peers, blocks are tried in these ways too.
 
     Args:
         table: the table of one replica, of one training step.
@@ -170,22 +210,29 @@ def reroute(
         )
     if replicas < 2:
         raise ScheduleError(f"{name} has no peer: its stages are on no other rank.")
-    ranks = Joint(table, replicas, lost)
-    unordered = _unordered(ranks)
+    joints = [Joint(table, replicas, lost)]
+    # Peers that run both pipelines at once lack the memory. One that ends its own microbatches
+    # first has it. With one peer there is nothing to divide.
+    if memory is not None and replicas > 2:
+        joints.append(replace(joints[0], positions=_positions(table, costs)))
     costs = joint_costs(costs, table)
-    queues = list(ranks.queues())
-    room = Room.of(unordered, queues, costs, inf if memory is None else memory)
-    if room.least > room.limit:
-        raise ScheduleError(
-            f"{table.name} without {name}: a peer would hold {room.least:g}, more than "
-            f"{room.limit:g}."
-        )
+    limit = inf if memory is None else memory
     tables = []
-    for priority in _priorities(ranks, costs):
-        rows = _by_time(unordered, queues, costs, priority, room)
-        found = replace(unordered, ranks=tuple(map(tuple, rows)))
-        time = simulate(found, costs)
-        tables.append((time.makespan, max(time.peak), found))
+    for ranks in joints:
+        unordered = _unordered(ranks)
+        queues = list(ranks.queues())
+        room = Room.of(unordered, queues, costs, limit)
+        if room.least > limit:
+            raise ScheduleError(
+                f"{table.name} without {name}: a peer would hold {room.least:g}, more than "
+                f"{limit:g}."
+            )
+        gates = _gates(ranks, queues, room)
+        for priority in _priorities(ranks, costs):
+            rows = _by_time(unordered, queues, costs, priority, room, gates)
+            found = replace(unordered, ranks=tuple(map(tuple, rows)))
+            time = simulate(found, costs)
+            tables.append((time.makespan, max(time.peak), found))
     return min(tables, key=lambda x: x[:2])[2]
 
 
@@ -243,6 +290,49 @@ def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
     yield lambda queue, _: -queue
 
 
+def _positions(table: Schedule, costs: Costs) -> tuple[int, ...]:
+    """Return the place of each microbatch in the order in which they begin."""
+    first: dict[int, float] = {}
+    for item, start in simulate(table, costs).start.items():
+        first[item.microbatch] = min(start, first.get(item.microbatch, inf))
+    order = sorted(first, key=lambda microbatch: (first[microbatch], microbatch))
+    return tuple(map(order.index, range(table.num_microbatches)))
+
+
+Gate = tuple[int, int, int]
+"""(step of a queue, other queue, number of its steps that are over before that step)."""
+
+
+def _gates(
+    ranks: Joint, queues: Sequence[tuple[int, list[Step]]], room: Room
+) -> dict[int, Gate]:
+    """Return the gates of queues, by queue. There are none without blocks.
+
+    A peer begins its block once its own microbatches before it have begun, and its others once all
+    of the block have. So memory of a part that ends is used by the next part, and by no third.
+    """
+    found = {}
+    for adopted, (_, steps) in enumerate(queues):
+        own = room.other[adopted]
+        # The lost rank's steps are in the second of a rank's queues.
+        if not ranks.positions or own is None or own > adopted:
+            continue
+        number, replica = divmod(queues[own][1][0][0].microbatch, ranks.replicas)
+        del number
+        (border,) = ranks.borders(replica)
+        places = [ranks.positions[step[0].microbatch // ranks.replicas] for step in queues[own][1]]
+        later = next((i for i, place in enumerate(places) if place >= border), len(places))
+        found[own] = (later, adopted, _begun(steps))
+        found[adopted] = (0, own, _begun(queues[own][1][:later]))
+    return found
+
+
+def _begun(steps: Sequence[Step]) -> int:
+    """Return the number of steps up to the last forward."""
+    forwards = [i for i, step in enumerate(steps) if any(x.kind is Kind.F for x in step)]
+    return max(forwards, default=-1) + 1
+
+
 def _unordered(ranks: Joint) -> Schedule:
     """Return the joint table. Each peer runs passes of the lost rank after its own passes.
 
@@ -278,6 +368,7 @@ def _by_time(
     costs: Costs,
     priority: Priority,
     room: Room,
+    gates: Mapping[int, Gate],
 ) -> list[list[Step]]:
     """Return the row of each rank, taken step by step from its queues.
 
@@ -290,6 +381,7 @@ def _by_time(
         costs: the costs of the joint table.
         priority: chooses among steps that can start at one time.
         room: the memory of a rank.
+        gates: for some queues, a step that waits for the other queue.
     """
     place = table.placement
     needs = Dependencies(table)
@@ -312,6 +404,9 @@ def _by_time(
         """Return when the next step of a queue can start; None while its inputs are missing."""
         rank, steps = queues[queue]
         if at[queue] == len(steps) or not room.fits(queue, at):
+            return None
+        gated, other, over = gates.get(queue, (len(steps), queue, 0))
+        if at[queue] >= gated and at[other] < over:
             return None
         time = free[rank]
         for need in waits[queue][at[queue]]:
