@@ -6,7 +6,8 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, Kind, build, simulate, verify
-from megapipe.schedule.core.reroute import Joint, joint, joint_costs, reroute
+from megapipe.schedule.core.joint import Joint, joint, joint_costs
+from megapipe.schedule.core.reroute import reroute
 from megapipe.schedule.recipe import Recipe
 
 NAMES = ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "seq1f1b"]
@@ -70,6 +71,43 @@ def test_no_rank_holds_more_than_the_limit_though_a_peer_runs_the_passes_of_two(
     assert max(bound.peak) <= memory < max(free.peak)
     # The whole replica first, then all that the lost rank left: never longer.
     assert bound.makespan <= 2 * simulate(table, COSTS).makespan
+
+
+FULL = [
+    ("v-min", 4, 12, 3),
+    ("breadth-first", 6, 18, 3),
+    ("dualpipe-v", 3, 6, 3),
+    ("zb-h2", 6, 6, 3),
+    ("interleaved-zb", 4, 12, 3),
+    ("group-interleaved", 2, 6, 3),
+    ("zb-h1", 2, 12, 4),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "replicas"), FULL)
+def test_peers_without_spare_memory_take_turns_and_a_step_is_within_the_bound(name, ranks, microbatches, replicas):
+    """They stopped one of their pipelines for the other: 1.94 times the healthy step for group-interleaved."""
+    table = build(name, ranks, microbatches)
+    costs = joint_costs(COSTS, table)
+    healthy = simulate(table, COSTS)
+    memory = max(healthy.peak)
+    found = reroute(table, replicas, (1, 1), COSTS, memory)
+    verify(found, memory=memory, costs=costs)
+    assert simulate(found, costs).makespan <= replicas / (replicas - 1) * healthy.makespan
+    whole = Counter((x.kind, *owner(table, replicas, None, x)) for x in joint(table, replicas).passes())
+    assert Counter((x.kind, *owner(table, replicas, None, x)) for x in found.passes()) == whole
+
+
+def test_in_blocks_a_pipeline_is_empty_where_a_peer_goes_over_to_the_other():
+    """Replica 2 of 4 has the second of three blocks: after half of its 12 microbatches."""
+    table = build("1f1b", 4, 12)
+    ranks = Joint(table, 4, (0, 3), positions=tuple(range(12)))
+    assert [ranks.borders(replica) for replica in range(4)] == [[4, 8], [0], [6], [12]]
+    assert [ranks.peer(microbatch) for microbatch in range(12)] == [1] * 4 + [2] * 4 + [3] * 4
+    rows = dict(list(ranks.queues())[:15])
+    for rank, border in [(ranks.rank(2, 0), 6), (ranks.rank(2, 3), 6), (ranks.rank(0, 0), 4)]:
+        numbers = [step[0].microbatch // 4 for step in rows[rank]]
+        assert numbers[2 * border :] == [n for n in numbers if n >= border]
 
 
 def test_what_fits_into_bubbles_costs_little():

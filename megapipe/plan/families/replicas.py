@@ -10,7 +10,7 @@ from megapipe.plan.part import PlanFeature
 from megapipe.plan.plan import OfPlan, Plan
 from megapipe.plan.state import bytes_of_state
 from megapipe.schedule import Costs, Schedule
-from megapipe.schedule.core.reroute import refuse_others
+from megapipe.schedule.core.joint import refuse_others
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import simulate
 

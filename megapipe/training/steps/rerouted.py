@@ -25,7 +25,8 @@ from megapipe.optim.buffers import FlatBuffers
 from megapipe.pipeline_parallel.loss import ForwardStep
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Schedule
-from megapipe.schedule.core.reroute import joint_costs, reroute
+from megapipe.schedule.core.joint import joint_costs
+from megapipe.schedule.core.reroute import reroute
 from megapipe.schedule.simulate import simulate
 from megapipe.training.run import Run
 from megapipe.training.steps.stages import Stages

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from megapipe.errors import ScheduleError
 from megapipe.flags.parse import parse
 from megapipe.schedule import SCHEDULES, Costs, build, simulate, verify
-from megapipe.schedule.core.reroute import joint_costs, reroute
+from megapipe.schedule.core.joint import joint_costs
+from megapipe.schedule.core.reroute import reroute
 
 
 @dataclass(frozen=True)
