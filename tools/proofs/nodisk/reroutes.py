@@ -28,13 +28,48 @@ class Options:
     """Seed of the draws."""
 
 
+@dataclass(frozen=True)
+class Price:
+    """What a table costs without a rank.
+
+    Attributes:
+        step: its time, as a multiple of the healthy step.
+        work: the time of the busiest rank's passes, as a multiple of the healthy step.
+        limited: whether no rank holds more than the fullest one of a healthy replica.
+        name: of the schedule.
+    """
+
+    step: float
+    work: float
+    limited: bool
+    name: str
+
+
+def _line(replicas: int, rows: Sequence[Price]) -> str:
+    """Return a line on the tables of so many replicas, and on those above d/(d-1) by cause."""
+    bound = replicas / (replicas - 1) + 1e-9
+    steps = sorted(row.step for row in rows)
+    above = [row for row in rows if row.step > bound]
+    # Few microbatches do not divide among the peers.
+    busy = [row for row in above if row.work > bound]
+    limited = [row for row in above if row.limited and row not in busy]
+    longest = sorted((round(row.step, 3), row.name) for row in above)[-3:]
+    return (
+        f"{replicas} replicas: {len(rows)} tables sound; a step takes {steps[0]:.3f} to "
+        f"{steps[-1]:.3f} x the healthy one, in the middle {steps[len(steps) // 2]:.3f}; "
+        f"{replicas}/{replicas - 1} = {bound:.3f}, {len(above)} above it: {len(busy)} have a rank "
+        f"with more work, {len(limited)} of the others no more memory than the fullest rank had; "
+        f"longest {longest}"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 if each table is sound, and no step faster than the work of its ranks."""
     options = parse(Options, sys.argv[1:] if argv is None else argv)
     draw = random.Random(options.seed)
     names = [name for name, entry in SCHEDULES.items() if not entry.searched]
     refused: Counter[str] = Counter()
-    prices: defaultdict[int, list[tuple[float, bool, str]]] = defaultdict(list)
+    prices: defaultdict[int, list[Price]] = defaultdict(list)
     count = 0
     while count < options.draw:
         name = draw.choice(names)
@@ -68,18 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sum(of_all.of_step(x, found.placement, sliced) for x in row) for row in found.ranks
         )
         assert time.makespan >= work - 1e-9, (name, lost)
-        prices[replicas].append((time.makespan / healthy, memory is not None, name))
+        limited = memory is not None
+        prices[replicas].append(Price(time.makespan / healthy, work / healthy, limited, name))
     for replicas, rows in sorted(prices.items()):
-        bound = replicas / (replicas - 1)
-        ratios = sorted(x for x, _, _ in rows)
-        above = [(round(x, 3), full, name) for x, full, name in rows if x > bound + 1e-9]
-        full = sum(full for _, full, _ in above)
-        print(
-            f"{replicas} replicas: {len(rows)} tables sound; a step takes {ratios[0]:.3f} to "
-            f"{ratios[-1]:.3f} x the healthy one, in the middle {ratios[len(ratios) // 2]:.3f}; "
-            f"{replicas}/{replicas - 1} = {bound:.3f}, {len(above)} above it, {full} of them "
-            f"with no more memory than the fullest rank had {sorted(above)[-3:]}"
-        )
+        print(_line(replicas, rows))
     print("refused:", ", ".join(f"{n} ({why})" for why, n in refused.items()))
     return 0
 
