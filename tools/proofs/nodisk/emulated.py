@@ -61,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for of_whole, of_found, before, after in zip(whole, without, healthy, rerouted, strict=True):
         first = _predicted(of_whole)
         then = _predicted(of_found)
-        print(
-            f"{of_found.schedule.name}: {after:.0f} ms, {after / then:.3f} of {then:.0f} simulated; "
-            f"healthy {before:.0f} ms, {before / first:.3f} of {first:.0f}; rerouted / healthy "
-            f"{after / before:.3f}, simulated {then / first:.3f}, d/(d-1) {bound:.3f}",
-            flush=True,
+        line = (
+            f"{of_found.schedule.name}: {after:.0f} ms, {after / then:.3f} of the simulated "
+            f"{then:.0f}; healthy {before:.0f} ms, {before / first:.3f} of {first:.0f}; rerouted / "
+            f"healthy {after / before:.3f}, simulated {then / first:.3f}, d/(d-1) {bound:.3f}"
         )
+        print(line, flush=True)
     return 0
 
 
