@@ -108,8 +108,9 @@ Gate = tuple[int, int, int]
 def _gates(ranks: Joint, queues: Sequence[tuple[int, list[Step]]], room: Room) -> dict[int, Gate]:
     """Return, for queues of peers that run the lost passes in blocks, which step waits for which.
 
-    A peer begins its block when all its own microbatches of before have begun, and those of after
-    when all of its block have. So it fills its pipeline with one part while the last part ends.
+    A peer begins its block when all its own microbatches before the block have begun. It begins its
+    later microbatches when the whole block has begun. So one part fills the pipeline while the part
+    before it ends.
 
     Args:
         ranks: the joint table. Without blocks there are no gates.
