@@ -11,17 +11,20 @@ from megapipe.errors import ConfigError
 from megapipe.schedule import Schedule
 
 Chunks = Mapping[int, tuple[nn.Module, Iterator[Any] | None]]
-"""Module and data of each stage of a rank, by the stage's number in ascending order."""
+"""Module and data of each stage of a rank, by the stage's number in ascending order.
+
+The data are None for a stage that is given none.
+"""
 
 Wrap = Callable[[Chunks, Schedule], Chunks]
 """A function that returns the chunks of a training step with other modules, given its table."""
 
 
 def attribute_of(module: nn.Module, name: str) -> Any:
-    """Return an attribute of the module, or of the module that it wraps as `.module`.
+    """Return an attribute of the module, or else of the module that it wraps as `.module`.
 
-    DistributedDataParallel wraps a model in this way. Raises: AttributeError if neither the module
-    nor any module inside it has the attribute.
+    DistributedDataParallel wraps a model in this way. Several wrappers may be around one module.
+    Other submodules are not searched. Raises: AttributeError if none of these has the attribute.
 
     Args:
         name: name of the attribute.
@@ -37,7 +40,7 @@ def attribute_of(module: nn.Module, name: str) -> Any:
 def config_of(module: nn.Module) -> Any:
     """Return a model's `.config`, the object from which Megatron-LM reads hidden_size and others.
 
-    Raises: ConfigError if the module has none.
+    Raises: ConfigError if neither the module nor a module that it wraps has one.
     """
     try:
         return attribute_of(module, "config")
@@ -61,8 +64,9 @@ def chunks_of(
         table: the schedule, which says which stages the rank has.
         rank: pipeline rank.
         model: one module, or a list with one for each stage in ascending order.
-        data: one data iterator for all stages, or a list with one for each stage.
-    Raises: ConfigError for a list whose length is not the number of stages.
+        data: one data iterator for all stages, or a list (not a tuple) with one for each stage.
+    Raises: ConfigError if the number of modules or of iterators in a list is not the number of
+        stages.
     """
     # Megatron's callers give a list only where a rank has several chunks.
     stages = table.placement.stages_on(rank)

@@ -24,18 +24,21 @@ class Call(NamedTuple):
             microbatches are cut, of the slice among all slices. For a pass on weights it is the
             number of the step.
         takes: the passes whose results are the pass's inputs, each as (pass, rank that runs it).
-            This is () at the first stage's forward, the last stage's backward, and for W.
+            This is () for W and for passes on weights. Unless ranks share the vocabulary, it is ()
+            for the first stage's forward and the last stage's backward too.
         gives: how often the pass's result is used on this rank: once for each pass that takes it,
             and for each send.
         leaves: the results in `takes` that came from other ranks and that a later pass of this rank
             takes too. These results are not freed after this pass.
-        ends: whether no later pass of any microbatch runs on the same stage.
+        ends: whether this is the stage's last pass of any microbatch on the compute stream. Passes
+            on weights and on other streams do not count, and may follow.
         overlaps: whether the pass runs on another stream than compute, so at the same time as other
             passes.
         before: functions called with the stage before the pass begins; families of passes add them.
         after: functions called with the stage after the pass. If it runs together with another
             pass, they are called after both.
-        awaits: passes on other streams that must end before this pass begins.
+        awaits: passes on other streams that must end before this pass begins, and whose results it
+            does not take.
     """
 
     item: Pass

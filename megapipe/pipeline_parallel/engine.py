@@ -54,9 +54,10 @@ def _programs(
     Args:
         schedule: the table of a step.
         costs: the times of passes, which decide where messages are posted.
-        evaluate: leave out all but the forwards.
+        evaluate: leave out all but the forwards and the passes that forwards need.
         hides: layers wait for collectives, so that an overlapped pair of passes runs together.
             Otherwise the two passes run one after the other.
+    Raises: ScheduleError for a table that is not valid.
     """
     # Users may bring tables of their own. The cache verifies each once and not at every step.
     verify(schedule)
@@ -80,8 +81,8 @@ class ForwardBackward:
 
     Args:
         mesh: this rank's mesh.
-        schedule: a table, or a name that `schedule.build` knows.
-        chunks: stages on each rank, if the schedule is a name.
+        schedule: a table, or a name or file for `schedule.build`.
+        chunks: stages on each rank, if the schedule is a name; None for the schedule's default.
         p2p_mode: how messages are posted: "plain" (one by one), "batched" or "ring".
         config: has hidden_size and sequence_parallel, and may have
             num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths, and
@@ -118,8 +119,10 @@ class ForwardBackward:
         """Run every microbatch through this rank's stages.
 
         given: the fields of `request.Request`, as keywords.
-        Returns: loss_func's dict of every microbatch in order, on ranks with a loss; else [].
+        Returns: loss_func's dict of every microbatch in order, on ranks with a loss; else []. Where
+            no loss is computed, the outputs or other data, see `PipelineStage.results`.
         Raises: ConfigError for a schedule, model or configuration that does not fit the rest.
+            ScheduleError for a schedule that is not valid.
         """
         step = Request(**given)
         rank = self.mesh.pp.rank
@@ -271,6 +274,7 @@ class ForwardBackward:
         """Return the schedule of a step with this number of microbatches.
 
         Raises: ConfigError if it is a table for other numbers of ranks or microbatches.
+            ScheduleError if it is a name that has no table for these numbers.
         """
         ranks = self.mesh.pp.size
         table = self.schedule
@@ -288,7 +292,7 @@ class ForwardBackward:
 
 
 def ends_of(place: Placement, stage: int, config: Any) -> Ends:
-    """Return whether a stage ends in a loss, how the loss counts, and how inputs are joined.
+    """Return whether a stage ends in a loss, how the loss counts, and whether a stage follows.
 
     `config.depth_weight` is the factor on the loss of a module of multi-token prediction.
     """
@@ -309,6 +313,8 @@ def _reported(
     stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None
 ) -> list[dict[str, Any]]:
     """Return loss_func's dict for each microbatch whose loss is on this rank, in order.
+
+    Stages that computed no loss give their `results` in place of it.
 
     on_loss: called with the loss of each microbatch in order; None to call nothing.
     """

@@ -33,7 +33,9 @@ class Stage(Protocol):
     """
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Return the output [s, b, h] as a tensor that the stage does not keep; None at the loss.
+        """Return the output [s, b, h] as a tensor that the stage does not keep.
+
+        None is returned if the stage computes a loss and no stage follows.
 
         x: the input [s, b, h]; None at the embedding.
         """
@@ -150,8 +152,8 @@ def execute(
 
     For each pass, the function in `PASSES` for its kind begins it. A pass on the compute stream is
     over when its function returns. A pass on another stream is waited for when it is first needed,
-    or at the end. A message is waited for when a pass uses it. An output is held until it is sent,
-    and no longer.
+    before `on_stage_done`, or at the end. A message is waited for when a pass uses it. A result is
+    held until its last use by a pass or send, and no longer.
 
     While a profiler records, every pass has a label such as `1F0`: the forward of microbatch 0 on
     stage 1. A send of its result to rank 2 has `send 1F0 ->2`. A wait for a result of rank 0 has
@@ -163,7 +165,8 @@ def execute(
         placement: the rank of each stage.
         stages: this rank's stages by number, with the methods that `PASSES` calls.
         comm: sends and receives tensors.
-        on_stage_done: called with a stage's number when its last pass is over.
+        on_stage_done: called with a stage's number when its last pass of any microbatch is over.
+            Passes on weights, such as G and U, may follow.
         read: called with each pass before its time is measured. The function waits for the training
             samples of the pass.
         position: updated with the item that runs, so that a watchdog can name it; None for no such
@@ -204,7 +207,7 @@ def _walk(
         plan: the program, with a `Call` for each pass.
         runs: runs one item.
         position: updated with the item that runs.
-        on_stage_done: called with a stage's number when its last pass is over.
+        on_stage_done: called with a stage's number when its last pass of any microbatch is over.
         read: called with each pass before it runs, to wait for training samples; or None.
     """
     stages, hand, comm, watch, _ = runs

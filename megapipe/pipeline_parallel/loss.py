@@ -27,9 +27,9 @@ _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of 
 def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
     """Return (output, loss_func) from what forward_step returned.
 
-    The loss_func is None on a stage that needs none.
+    The loss_func is returned as it is. It may be None on a stage that needs none.
 
-    Raises: ConfigError for anything but such a pair.
+    Raises: ConfigError for anything but a pair whose first member is a tensor.
     """
     is_pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not (is_pair and isinstance(returned[0], Tensor)):
@@ -58,7 +58,8 @@ class Loss(NamedTuple):
     def of(returned: Any) -> Loss:
         """Return the loss, made from the return value of loss_func.
 
-        Raises: ConfigError for anything but (loss, dict) and (sum, number of tokens, dict).
+        Raises: ConfigError for anything but (loss, dict) and (sum, number of tokens, dict). While
+            gradients are on, also for a loss that has none.
         """
         if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
             raise ConfigError(f"{_FORMS}, got {_form(returned)}.")
@@ -101,8 +102,9 @@ class Loss(NamedTuple):
     ) -> Tensor:
         """Return the gradient of the step's loss with respect to `value`, this microbatch's loss.
 
-        The gradient is scale / microbatches. If `value` is a sum over tokens, it is also divided by
-        their number, at least 1.
+        The gradient is scale / microbatches, changed for several context-parallel ranks as `cp` and
+        `averaged` say. If `value` is a sum over tokens, it is also divided by their number, at
+        least 1. Collective over cp for a sum, unless `per_token` or `averaged`.
 
         Args:
             microbatches: number of microbatches of the step.
@@ -142,7 +144,8 @@ class Loss(NamedTuple):
 
         Args:
             depth: number of the multi-token prediction module, from 1; 0 for the model's own loss.
-                For a module the mean over the microbatch's tokens is logged, as in Megatron-LM.
+                For a module only the mean over the microbatch's tokens is logged, as in
+                Megatron-LM. This is collective over cp.
             cp: the ranks that share the microbatch's tokens.
         """
         value = self.value.detach()

@@ -32,7 +32,7 @@ class Request:
         num_microbatches: microbatches of the step, for each data-parallel rank.
         seq_length, micro_batch_size: s and b. Hidden states are [s/c, b, h]. A model whose
             config.sequence_parallel is on takes and gives [s/(c t), b, h]. A pipeline of one rank
-            reads neither.
+            reads only s, and only if the table cuts microbatches into slices.
         schedule: the step's table; None for the engine's.
         costs: times of passes and messages, which decide where messages are posted.
         decoder_seq_length: s of the decoder, if it differs; else None.
@@ -47,13 +47,13 @@ class Request:
             into slices of their sequences, cuts are near ends of documents. None to cut all
             microbatches at the same tokens.
         around_last_backward: returns a context for the last backward of the stage with this number.
-        on_stage_done: called with a stage's number when its last pass is over.
+        on_stage_done: called with a stage's number when its last pass of any microbatch is over.
         read: called with each pass before its time is measured, to wait for the training samples of
             the pass.
         weights: for each chunk, functions that reduce, gather, update and check its weights.
             Passes of the table call them, such as U; None if the table has no such pass.
         on_loss: called with the loss of every microbatch in order, on ranks with a loss; or None.
-        stopwatch: measures the time of every pass; None for no measurement.
+        stopwatch: measures the time of every pass; None if no caller asks for the times.
     """
 
     forward_step_func: ForwardStep

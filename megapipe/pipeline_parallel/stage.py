@@ -37,7 +37,8 @@ class _Saved(NamedTuple):
         output: the edge of the output in autograd's graph; None if nothing in the graph is trained.
             The output itself is freed once it is sent.
         grad: gradient of the step's loss with respect to this stage's own loss. None on a stage
-            without loss, which receives the gradient of its output from the next stage.
+            without loss, which receives the gradient of its output from the next stage. Also None
+            if the output or another pass carries it.
     """
 
     x: Tensor | None
@@ -70,7 +71,8 @@ class PipelineStage:
             the table has no such pass.
         own: {family of passes, such as offload: its actions around the passes of the stage}.
     Attributes:
-        losses: the loss of each microbatch or slice, as loss_func returned it, without graph.
+        losses: the loss of each microbatch or slice, as loss_func returned it, without graph. On a
+            stage of multi-token prediction, in the form of `Loss.kept`.
         results: other data that loss_func returned, or outputs of an evaluation without loss_func.
     """
 
@@ -140,7 +142,8 @@ class PipelineStage:
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Run a forward: return the output [s, b, h], given the input x [s, b, h].
 
-        The input is None at the embedding, the output None at the loss.
+        The input is None at the embedding. The output is None if a loss is computed here and no
+        stage follows.
         """
         run: Forward = self.run_forward
         for of_stage in self.own.values():
@@ -153,7 +156,7 @@ class PipelineStage:
 
         Args:
             microbatch: number of the microbatch.
-            grad: gradient of the output, [s, b, h]; None at the loss.
+            grad: gradient of the output, [s, b, h]; None if no stage follows.
             weights: also compute the gradients of weights. Otherwise they wait for `weight`.
         """
         saved = self._saved.pop(microbatch)
@@ -206,7 +209,7 @@ class PipelineStage:
             data: the data iterator; None for the stage's own.
             stream: the random stream, for a forward that runs twice, first without a graph and then
                 with one. None for a forward that runs once.
-        Returns: the output without graph; None at the loss.
+        Returns: the output without graph; None if a loss is computed here and no stage follows.
         """
         differentiates = torch.is_grad_enabled()
         if x is not None:

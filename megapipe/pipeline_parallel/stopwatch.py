@@ -101,7 +101,10 @@ class Stopwatch:
         return sum(self.seconds(end) - self.seconds(begin) for begin, end in self.waits)
 
     def times(self) -> list[tuple[float, float, float]]:
-        """Return, for every pass, the times in seconds of (request for its input, start, end)."""
+        """Return, for every pass, the times in seconds of (request for its input, start, end).
+
+        These are the passes of the compute stream, in the order of the table.
+        """
         rows: list[tuple[float, float, float]] = []
         # A pair has one row of marks, and a row of times for each of its passes.
         for asked, begin, end, passes in self.passes:
@@ -145,7 +148,8 @@ def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[MeasuredP
 def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[MeasuredPass]]]:
     """Return [step][pipeline rank] the measured copies out (O) and back (L). Collective over pp.
 
-    `steps` are this rank's stopwatches of some steps, all with one table.
+    `steps` are this rank's stopwatches of some steps, all with one table. A copy that a rank did
+    not measure, as if it is emulated, has zeros for its times.
     """
     rows = [_timed(steps[0].schedule, rank, COPIES) for rank in range(pp.size)]
     mine = []

@@ -194,6 +194,8 @@ class PairedStage:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run a forward of this stage together with a backward of another stage.
 
+        The forward runs first if `overlaps` is False or this stage's module has no classmethod.
+
         Args:
             microbatch: number of the forward's microbatch.
             x: the forward's input; None at the first stage.
@@ -201,8 +203,7 @@ class PairedStage:
             backward_microbatch: number of the backward's microbatch.
             grad: gradient of the backward's output; None at the last stage.
             weights: compute weight gradients too. Otherwise they are left to `weight`.
-        Returns: (output of the forward, gradient of the backward's input), each None as in
-            `forward` and `backward`.
+        Returns: (output, gradient of the input), each None as in `forward` and `backward`.
         """
         if not (self.overlaps and hasattr(type(self.module), PAIR)):
             output = self.forward(microbatch, x)
@@ -221,7 +222,7 @@ class PairedStage:
         return output, backward_stage._grad_of(saved)
 
     def weight(self, microbatch: int) -> None:
-        """Compute the weight gradients that `backward` with weights=False left out (pass W)."""
+        """Compute the weight gradients that a backward with weights=False left out (pass W)."""
         # As in autograd's own backward: gradients must not grow a graph.
         with torch.no_grad():
             self.weight_grads.run(microbatch)
@@ -283,9 +284,9 @@ class PairedStage:
         return None
 
     def _packed(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return the outputs as one message: one output unchanged, several flattened and joined.
+        """Return the outputs without graph as one message: several are flattened and joined.
 
-        Raises: ConfigError if the outputs do not have the shapes in `shapes`.
+        Raises: ConfigError if they are not as many as `shapes`, or if several differ from it.
         """
         found = [list(output.shape) for output in outputs]
         expected = list(map(list, self.shapes))
@@ -322,10 +323,10 @@ class PairedStage:
 
 
 def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Run the backward of those outputs that have a gradient, as DeepSeek's function does.
+    """Run the backward of the outputs that have a gradient, as DeepSeek's function does.
 
     Args:
-        outputs: outputs of a module.
+        outputs: outputs of a module. One that does not require a gradient is left out.
         grads: the gradient of each output, or None to leave the output out.
     """
     roots = []
@@ -356,12 +357,14 @@ def paired_step(
         mesh: this rank's mesh.
         schedule: a table, or the name of a built-in schedule.
         modules: one per stage of this rank, in ascending stage order. A rank of DualPipe has two,
-            one of each direction: there each stage is on two ranks, and their gradients are summed
-            here.
-        inputs, labels: [microbatch] the tensors for the first stage, and for the criterion.
+            one of each direction: each stage is on two ranks, whose `.grad` are summed here. Empty
+            `.grad` before the call: the sum has earlier gradients of both ranks.
+        inputs, labels: [microbatch] the tensors for the first stage, and for the criterion. All
+            ranks give all of them.
         criterion: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch.
         shape, dtype: shape and type of the tensor that one stage sends to the next.
     Returns: {microbatch: its loss} for microbatches whose last stage is on this rank.
+    Raises: ScheduleError for a table that is not valid.
     """
     table = schedule
     if isinstance(table, str):

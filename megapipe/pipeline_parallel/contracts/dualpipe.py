@@ -68,6 +68,8 @@ class _Pipe(nn.Module):
         process_group: the group of the pipeline's ranks; by default all ranks of torch.distributed.
         rank_mapping: for each rank of the group, its place in the pipeline; by default rank r has
             place r.
+    Raises: ConfigError unless there are 2 modules, a process group, and in `rank_mapping` each
+        place once.
     """
 
     _schedule: str
@@ -121,15 +123,17 @@ class _Pipe(nn.Module):
 
         Args:
             inputs: the batch for the model's first stage, on ranks that have one; else None.
-            num_chunks: number of microbatches of the whole pipeline.
+            num_chunks: number of microbatches of the whole pipeline, both directions together.
             criterion, labels: criterion(*outputs, *labels) is the loss of a microbatch, on ranks
                 that have a last stage. Inputs and labels are cut into microbatches here.
             return_outputs: also return the last stage's outputs.
         Returns: (losses, outputs), without a graph. Losses are one tensor with the loss of each
-            microbatch in order, or None without a last stage. Outputs are one tensor, a tuple, or
-            None.
-        Raises: ConfigError without shapes and type of messages, or without a criterion.
-            ScheduleError for numbers of ranks and microbatches that the table cannot have.
+            microbatch in order; None without a last stage or a criterion. Outputs are one tensor,
+            or a tuple if the module gives several. They are None without a last stage or
+            `return_outputs`.
+        Raises: ConfigError without shapes and type of messages. Also for training without a
+            criterion, on a rank with a last stage. ScheduleError for numbers of ranks and
+            microbatches that the table cannot have.
         """
         train = torch.is_grad_enabled()
         table, programs = _table(self._schedule, self.num_ranks, num_chunks, train)

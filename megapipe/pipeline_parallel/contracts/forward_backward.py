@@ -43,7 +43,7 @@ def get_forward_backward_func(
 
     Args:
         pp_size, vp_size: number of pipeline ranks, and of model chunks per rank, as in Megatron. By
-            default, the mesh's pipeline size and the number of modules at the first step.
+            default, the mesh's pipeline size and the number of modules that a step is given.
         schedule_pg_collection: Megatron's process groups for modules on several grids. Such modules
             are not implemented: the argument must be None.
         mesh: this rank's mesh; by default the one that ProcessMesh.create made.
@@ -69,7 +69,7 @@ def get_forward_backward_func(
 
 
 _ENGINES = 8
-"""Number of engines that a mesh keeps: for training and evaluation of some models."""
+"""Most engines that a mesh keeps: for training and evaluation of some models."""
 
 
 class _Engine(NamedTuple):
@@ -98,15 +98,15 @@ class ForwardBackwardFunc:
         seq_length, micro_batch_size: the size of messages. One pipeline rank has no messages and
             takes None. With several chunks decoder_seq_length is not read, as in Megatron's
             interleaving.
-        adjust_tensor_shapes_fn: returns the shapes that this rank receives and sends, in place of
-            the usual ones. Each message's shape is sent before it. Messages have three dimensions.
+        adjust_tensor_shapes_fn: allows messages of any shape. Each message's shape is sent before
+            it. The shapes that the function returns are not used, but must have three dimensions.
         p2p_communicator, pg_collection: transport and groups in place of the mesh's. Give both or
-            neither. One pipeline rank reads no p2p_communicator.
+            neither. One pipeline rank may give one of them.
         consumed_microbatches: number of microbatches that this rank has trained on before. This
-            number seeds our layers' random numbers. By default the steps on this mesh are counted.
-            Give it after a resume, when that count begins at 0.
-        force_all_reduce: passed on to config.finalize_model_grads_func, together with pg_collection
-            (the mesh's groups if None).
+            number seeds our layers' random numbers. By default this mesh's are counted. Give it
+            after a resume, when that count begins at 0.
+        force_all_reduce: passed on to config.finalize_model_grads_func, if it takes it. So is
+            pg_collection (the mesh's groups if None).
         stream, loss_scale, calculate_per_token_loss: fields of request.Request that Megatron does
             not have. The last two default to config.grad_scale_func and
             config.calculate_per_token_loss.
@@ -217,7 +217,7 @@ class ForwardBackwardFunc:
     def _kept(self) -> dict[str, Any]:
         """Return the dict of state kept from step to step: engines, count of microbatches.
 
-        The mesh holds the dict, because Megatron's callers ask for a new function in each step.
+        The mesh, if there is one, holds it: Megatron's callers ask for a new function in each step.
         """
         mesh = self.mesh or ProcessMesh.current()
         return self._alone if mesh is None else mesh.kept
@@ -363,7 +363,7 @@ def _mark_first_microbatch(modules: Sequence[nn.Module]) -> None:
 
 
 def _forget_last_step(modules: Sequence[nn.Module]) -> None:
-    """Let each router of experts drop its records of the last step, which would grow otherwise."""
+    """Call `forget` of each submodule: experts' routers drop their records of the last step."""
     for module in modules:
         for part in module.modules():
             forget = getattr(part, "forget", None)

@@ -1,9 +1,9 @@
 """Call the functions that a Megatron config asks to be called around a step's passes.
 
 They are no_sync_func, grad_sync_func, param_sync_func and finalize_model_grads_func. With them
-Megatron's DistributedDataParallel and finalize_model_grads work under any table. Each is a
-function, or a list of one per chunk where a rank has several chunks. None, or absent, asks for
-nothing.
+Megatron's DistributedDataParallel and finalize_model_grads work under any table. The first three
+are a function, or a list of one per chunk where a rank has several chunks. A single no_sync_func
+may serve all chunks. finalize_model_grads_func is one function. None, or absent, asks for nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ REFUSED = (
 
 
 def check_config(config: Any, mesh: ProcessMesh) -> None:
-    """Check the fields of a Megatron config that ask for calls around passes.
+    """Check that a Megatron config asks for nothing that megapipe does not implement.
 
-    Raises: ConfigError for each field that would do nothing here, or contradicts the mesh.
+    Raises: ConfigError naming each field of REFUSED that is set, and each number of ranks that is
+        not the mesh's. None and 1 say nothing about the number of ranks.
     """
     # A field that is ignored in silence would train another model than the user asked for.
     problems = []
@@ -162,7 +163,9 @@ class GradSync:
 def _per_chunk(
     config: Any, name: str, chunks: int, *, one_for_all: bool = False
 ) -> Sequence[Callable[..., Any]]:
-    """Return the functions in a config's field, one for each chunk; () if the field is not set.
+    """Return the functions in a config's field: () if it is not set, else one for each chunk.
+
+    With `one_for_all` it may be one function for all chunks.
 
     Args:
         config: the Megatron config.

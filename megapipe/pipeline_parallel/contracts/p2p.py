@@ -24,9 +24,10 @@ class P2PCommunicator:
     """The sends and receives of one pipeline rank, with Megatron's interface.
 
     A `recv_` method returns a tensor from a neighbour, a `send_` method sends one, and a method
-    with both words does both at once. At the first and the last stage nothing is sent to or
-    received from the neighbour that is missing. Shapes and tensors may be lists, with one for each
-    message, as in Megatron. Then results are lists too.
+    with both words does both at once. Received tensors require gradients. The caller says where a
+    neighbour is missing, by is_first_stage, is_last_stage, None or False. Otherwise the last rank's
+    next rank is rank 0. Methods with is_first_stage or is_last_stage also take lists of shapes and
+    tensors, with one for each message, as in Megatron. Then results are lists too.
 
     Args:
         pp_group: the pipeline's process group, or our Axis.
@@ -77,7 +78,7 @@ class P2PCommunicator:
         return self.pp.rank
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Return the previous stage's output, with requires_grad; None on the first stage.
+        """Return the previous stage's output; None on the first stage.
 
         Args:
             tensor_shapes: shape [s, b, h] of the output, or a list of the shapes of several.
@@ -134,7 +135,8 @@ class P2PCommunicator:
         Args:
             input_tensor_grads: the gradient, or a list of several.
             tensor_shapes: shape of the input, or a list of the shapes of several.
-            is_first_stage: this rank's stage is the first: nothing is sent, and None is returned.
+            is_first_stage: this rank's stage is the first: nothing is sent, and each result is
+                None.
         """
 
         def call(x: Any, shape: Any) -> Any:
@@ -349,8 +351,8 @@ def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:
         tensors: a list, or a single tensor or shape. If neither `tensors` nor `shapes` is a list,
             the single result is returned.
         call: the function.
-        shapes: the second argument of the function: a list with one shape for each tensor, or one
-            shape for all. None to call it with one argument.
+        shapes: the second argument of the function: a list with one shape for each tensor, or a
+            single shape for a single tensor. None to call it with one argument.
     """
     many = _is_list(tensors)
     rows = [tensors if many else [tensors]]

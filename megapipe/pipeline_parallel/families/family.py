@@ -33,8 +33,9 @@ class OfStage:
 
     A `PipelineStage`, called `stage` here, calls these methods before, in and after its forwards
     and backwards. The methods here change nothing; a family's subclass overrides some. The stage
-    has one such object for each family whose passes are in the table. `microbatch` is the number of
-    a microbatch or, if microbatches are cut, of a slice among all slices.
+    has at most one such object of each family, made by `Family.stages`. Families are asked one
+    after another, each with the result of the one before. `microbatch` is the number of a
+    microbatch or, if microbatches are cut, of a slice among all slices.
     """
 
     # Before the step: what the stage gets.
@@ -42,7 +43,7 @@ class OfStage:
     def data(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
         """Return the data iterator for the stage's forwards.
 
-        `given` is the rank's iterator; None if the rank has none.
+        `given` is the stage's iterator; None if it has none.
         """
         return given
 
@@ -118,8 +119,8 @@ class OfStage:
     def gradient(self, microbatch: int, own: Tensor | None) -> Tensor | None:
         """Return the gradient of the output that comes from this stage's loss.
 
-        `own` is the gradient that the stage itself computed. Both are None for a stage without
-        loss.
+        `own` is the gradient that the stage itself computed; None if a family's pass computes the
+        loss. Both are None for a stage without loss.
         """
         return own
 

@@ -25,19 +25,20 @@ class Graphed(nn.Module):
     """A stage's module whose calls replay CUDA graphs, with one slot for each microbatch in flight.
 
     A slot has the graphs and buffers for one microbatch. A call replays a graph if a slot is free
-    and if its arguments have the same shapes and types as the captured ones. Any other call goes to
-    the module itself. `begin` captures graphs before a step, and `set_input_tensor` sets the input
-    of the next call.
+    and if its input and arguments have the form (see `Form`) of the captured ones. Any other call
+    goes to the module itself, as does one outside of a stage's pass or within `between_layers`.
+    `begin` captures graphs before a step, and `set_input_tensor` sets the input of the next call.
 
     Args:
         module: the stage.
         lasts: whether the output is read until the end of the step, as a last stage's. Each replay
             then returns a copy, because the next one overwrites the graph's own output.
     Attributes:
-        forms: the different forms (shapes and types of arguments) of calls that went to the module
-            and might have had a graph.
+        forms: at most two different forms (shapes and types of arguments) of calls that went to the
+            module and might have had a graph.
         slots: the captured graphs, one slot for each microbatch in flight.
-        why_not: the reason why the stage has no graphs; "" if it has some or may still get them.
+        why_not: the reason why no graph is captured any more; "" if more may be. If forms differ,
+            the graphs captured before are still replayed.
     """
 
     def __init__(self, module: nn.Module, *, lasts: bool) -> None:
@@ -108,10 +109,13 @@ class Graphed(nn.Module):
     def begin(self, number: int, pool: Callable[[], Capture], *, splits: bool) -> int:
         """Prepare a step: capture the slots that are missing, and return how many were captured.
 
+        If hooks or an error of the module forbid graphs, all slots are dropped and 0 is returned.
+
         Args:
             number: most microbatches that the step has in flight on this stage.
             pool: returns a function that captures graphs in a new private memory pool.
             splits: whether the table has backwards split into B and W.
+        Raises: torch.OutOfMemoryError if the device has no room for a graph.
         """
         parameters = list(self.module.parameters())
         where = tuple(x.data_ptr() for p in parameters for x in (p, getattr(p, "main_grad", p)))
@@ -119,7 +123,7 @@ class Graphed(nn.Module):
         if where != self._where:
             self.slots.clear()
         self._where = where
-        before = len(self.slots)
+        captured = 0
         # Users may register hooks at any time, so this is asked before each step.
         if any(map(_has_hooks, self.module.modules())):
             self.why_not = self.why_not or "its modules have hooks, which a graph would not call"
@@ -139,21 +143,23 @@ class Graphed(nn.Module):
                     on_free=self._free.append,
                 )
                 self.slots.append(slot)
+                captured += 1
         # A kind of RuntimeError, but no fault of the module: the user has to make room.
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             self.why_not = str(error).partition("\n")[0]
             self.slots.clear()
+            captured = 0
         # All of them: a step that ended in an error has left some taken.
         self._free[:] = self.slots
-        return len(self.slots) - before
+        return captured
 
 
 def _has_hooks(module: nn.Module) -> bool:
     """Return whether a module, or one of its own parameters, has hooks that graphs would not call.
 
-    One hook of a parameter is allowed, because it is the optimizer's.
+    One hook of a parameter after its gradient is accumulated is allowed: it is the optimizer's.
     """
     own = (
         module._forward_hooks
@@ -173,11 +179,11 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class Graphs:
-    """The CUDA graphs of a rank's stages. Call the object before each step.
+    """The CUDA graphs of a rank's stages. Call the object before each training step.
 
     A call captures graphs if necessary and returns the stages that use them. Graphs are captured
-    between steps, when no message is on its way: first after `warmup` steps, and later before a
-    step whose table has more microbatches in flight.
+    between steps, when no message is on its way: first after `warmup` steps. Later they are
+    captured before a step whose table has more microbatches in flight, or if weights have moved.
 
     Args:
         pool: returns a function that captures graphs in a new private memory pool.
@@ -197,7 +203,7 @@ class Graphs:
     def __call__(self, chunks: Chunks, table: Schedule) -> Chunks:
         """Return the stages of a training step, each with its module in a `Graphed`.
 
-        Call this once before each step: it captures the graphs that the step's table needs.
+        Call this once before each training step: it captures the graphs that its table needs.
 
         Args:
             chunks: module and data iterator of each stage.

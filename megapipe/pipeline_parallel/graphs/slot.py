@@ -98,7 +98,8 @@ class Slot:
         splits: whether backwards are split into B and W; otherwise the graph of B also computes
             weight gradients.
         on_free: called with the slot when its microbatch has had its last pass.
-    Raises: RuntimeError for a module that cannot be captured.
+    Raises: RuntimeError for a module that cannot be captured, or whose output is not one tensor
+        that is trained. torch.OutOfMemoryError, a subclass, if the device has no room.
     """
 
     def __init__(

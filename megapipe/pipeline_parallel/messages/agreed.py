@@ -40,13 +40,14 @@ def dtype_of(
 ) -> torch.dtype:
     """Return the type of messages on which all ranks of a pipeline agree. Collective.
 
-    A rank whose stages have no parameters takes the type of the others.
+    A rank whose stages have no parameters takes the type of the others. One pipeline rank sends
+    nothing: of several types it returns any, and float32 without parameters.
 
     Args:
         modules: this rank's stages.
         pp: the pipeline's ranks.
         dtype: the type that a configuration asks for; None for the type of the parameters.
-    Raises: ConfigError if the ranks find several types and send messages.
+    Raises: ConfigError if several ranks find several types, or none.
     """
     if dtype is None:
         found = {p.dtype for module in modules for p in module.parameters()}

@@ -159,7 +159,7 @@ class Messenger:
         """Post messages one by one, each right after its shape; arguments and result of `exchange`.
 
         Not all shapes come first, because the other rank may have grouped these messages
-            differently.
+        differently.
         """
         received: dict[Pass, InFlight] = {}
         for message in messages:

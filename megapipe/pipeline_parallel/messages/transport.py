@@ -27,6 +27,8 @@ class P2PMode(StrEnum):
     batched: as one group, which is one NCCL launch on the axis's communicator.
     ring: as groups with at most one send and one receive per neighbour. A group completes as a
         unit.
+
+    With gloo the operations of a group are posted one by one.
     """
 
     PLAIN = "plain"
@@ -193,7 +195,7 @@ class Transport:
         return self.pp.links[number] if number < len(self.pp.links) else None
 
     def _batch(self, ops: list[Op]) -> Sequence[Handle]:
-        """Start the operations as one group, and return a handle for each."""
+        """Start the operations as one group (on CPUs one by one), and return a handle for each."""
         # Gloo coalesces nothing, and P2POp refuses the groups of threads.
         if self.pp.device.type != "cuda":
             return [self.one(op) for op in ops]

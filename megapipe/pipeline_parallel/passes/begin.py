@@ -106,7 +106,7 @@ def input_of(stage: Any, given: list[Tensor]) -> Tensor | None:
 
 
 def sum_of(given: list[Tensor]) -> Tensor | None:
-    """Return the sum of tensors; None for no tensors."""
+    """Return the sum of tensors: a single tensor itself, and None for no tensors."""
     # In the order of the table and not of arrival: floating-point sums depend on it.
     return reduce(torch.add, given) if given else None
 

@@ -34,7 +34,7 @@ def microbatches_of(
         config: may have `sequence_parallel`, with which tensor-parallel ranks share them too.
         documents: takes the number of a microbatch and returns its documents, so that slices are
             cut near their borders. None to cut all microbatches at the same tokens.
-    Raises: ConfigError if the sequence cannot be cut as the table says.
+    Raises: ConfigError if the sequence cannot be cut as the table says, see `slices_of`.
     """
     return slices_of(table, length, mesh, config, documents) or Microbatches
 

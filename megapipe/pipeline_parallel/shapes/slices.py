@@ -201,7 +201,9 @@ def slices_of(
         config: may have `sequence_parallel`, with which tensor-parallel ranks share them too.
         documents: takes the number of a microbatch and returns its documents, so that slices are
             cut near their borders; None to cut all microbatches at the same tokens.
-    Raises: ConfigError if the sequence cannot be cut as the table says.
+    Raises: ConfigError if the sequence cannot be cut as the table says. Also, for a table with
+        slices, if `length` is None, if ranks share the vocabulary, or if the table has an order of
+        documents.
     """
     if not table.cuts:
         return None

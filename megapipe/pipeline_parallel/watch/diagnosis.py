@@ -128,6 +128,9 @@ def report_of(mesh: ProcessMesh, note: str, cause: str | None = None) -> Report:
 def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
     """Return a sentence that names the rank that holds up the others, and who waits for it.
 
+    It names several ranks if several failed, do not answer, were asked to stop, or are in different
+    steps. If no message is missing, it says so and names the rank that is longest in its place.
+
     Args:
         reports: {global rank: its report} for the ranks that answered.
         world: number of ranks.
@@ -169,7 +172,9 @@ def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
 
 
 def _follow(reports: Mapping[int, Report], rank: int) -> tuple[int, str] | None:
-    """Follow the waits of a rank from peer to peer, until a rank that does not wait for another.
+    """Follow the waits of a rank from peer to peer, until a rank that holds up the one before.
+
+    Such a rank has passed over the message that is missing, or waits for no message itself.
 
     Args:
         reports: {global rank: its report}.

@@ -70,11 +70,12 @@ class Watch:
 
     When a message or collective fails or times out, or a rank ends in an error or disappears, the
     run ends. Each rank prints one line, and one rank also the first mismatch: who waits for whom.
-    The process exits with a code that says why. Ctrl-C ends it with 130.
+    The process exits with a code that says why. Ctrl-C ends it with 130, SIGTERM with 143, unless
+    the run has a handler of its own.
 
-    A UserError passes through, and so does a normal end. Ranks that wait for this one are informed
-    in both cases. A rank whose launcher or store is gone also ends. A run that is started again
-    then meets no ranks of the old run.
+    UserError and SystemExit pass through, and without a store all errors. Ranks that wait are
+    informed of these and of a normal end. A rank whose launcher or store is gone also ends, so that
+    a run that is started again meets no old ranks.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
@@ -203,8 +204,8 @@ class Watch:
         """Return whether this Ctrl-C ends the run.
 
         If the first Ctrl-C makes the run save, only a second Ctrl-C ends it. Torchrun sends each
-        Ctrl-C on to its ranks, so a signal within RELAY_S seconds of the first does not count as a
-        second.
+        Ctrl-C on to its ranks, so under it a signal within RELAY_S seconds of the first does not
+        count as a second. Another handler of the run's own ends the run itself.
         """
         handler = signal.getsignal(signal.SIGINT)
         if not getattr(handler, "first_saves", False):
@@ -246,10 +247,9 @@ class Watch:
         _exit(128 + number)
 
     def _terminated(self) -> NoReturn:
-        """Exit after SIGTERM, as a failure unless all ranks received it.
+        """Exit with 143 after SIGTERM; unless all ranks received it, report first, as in a failure.
 
-        If only some received it, another rank has failed, and torchrun has sent SIGTERM to the
-        ranks that were left.
+        If only some received it, another rank has failed: torchrun sent SIGTERM to the others.
         """
         report = report_of(self.mesh, TERMINATED)
         size = self.mesh.world.size
@@ -265,7 +265,7 @@ class Watch:
     def _end(self, report: Report, code: int) -> NoReturn:
         """Print this rank's report and exit. The first rank to fail also prints the first mismatch.
 
-        `code` is the exit code of the process.
+        `code` is the exit code of the process. It is LOST if no other rank can be reached.
         """
         try:
             self._tell(report)
@@ -323,9 +323,9 @@ class Watch:
         self._ask(post)
 
     def _ask(self, call: Callable[[Any], T], limit_s: float = 2.0) -> T | None:
-        """Return call(store); None if there is no answer within `limit_s` seconds.
+        """Return call(store); None if there is no answer in `limit_s` seconds, or no such key.
 
-        After a first failure the store is not asked again.
+        After a lost connection, or SILENCE_S seconds without answers, it is not asked again.
         """
         answer: list[T] = []
 
@@ -384,9 +384,9 @@ It is the only one of its errors without the name gloo.
 
 
 def _short(text: str) -> str:
-    """Return an error's text in few words.
+    """Return two words for a known error, such as `timed out`; else the text's first line.
 
-    A known error of gloo or NCCL becomes two words, such as `timed out`; any other its first line.
+    The line is cut after 200 characters.
     """
     known = {
         "Timed out": "timed out",

@@ -271,6 +271,23 @@ def test_microbatches_of_many_lengths_leave_two_forms():
     assert len(graphed.forms) == 2
 
 
+def test_slots_dropped_for_a_new_hook_do_not_count_as_captured():
+    """The count was negative, and the run announced graphs of 0 microbatches."""
+    module = Echo()
+    module.weight.main_grad = torch.zeros(())
+    graphed = Graphed(module, lasts=False)
+    graphed.set_input_tensor(torch.ones(3))
+    with WeightGrads().capturing():
+        graphed()
+    assert graphed.begin(2, lambda: run_at_once, splits=False) == 2
+    module.register_forward_hook(lambda *_: None)
+    assert graphed.begin(2, lambda: run_at_once, splits=False) == 0
+
+
+def run_at_once(kernels):
+    return kernels(), lambda: None
+
+
 class Echo(nn.Module):
     def __init__(self) -> None:
         super().__init__()

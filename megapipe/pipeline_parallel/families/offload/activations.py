@@ -192,7 +192,7 @@ class Activations(OfStage):
         """Hold the keys and values that a layer computed for a slice, for later slices.
 
         These are offloaded by pass O of slice `last`, or of the first later slice that has a pass
-        O. If no later slice of the microbatch has one, they stay.
+        O. They stay if no such slice of the microbatch has one, or if `modules` omits core_attn.
 
         Args:
             number: number of the slice.
@@ -291,7 +291,7 @@ class Activations(OfStage):
     def _chosen(self, kept: _Kept) -> list[_Slot]:
         """Return the storages that O copies: the ones saved first, up to `share` of the bytes.
 
-        The output is left out, and so is a storage to which there is another reference.
+        The output is left out, and so is a storage with another reference. Their bytes count.
         """
         wanted = [slot for slot in kept.slots.values() if slot.goes]
         left = self.share * sum(slot.size for slot in wanted)

@@ -125,7 +125,8 @@ class Host:
     def take(self, size: int) -> Buffer:
         """Return a buffer of at least `size` bytes.
 
-        The smallest free buffer of at most twice the size is returned, or else a new one.
+        The smallest free buffer of at most twice the size (rounded up by `size_class`) is returned,
+        or else a new one.
         """
         size = size_class(size)
         fitting = [free for free in self._free if size <= free <= 2 * size and self._free[free]]

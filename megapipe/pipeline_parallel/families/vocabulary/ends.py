@@ -40,7 +40,8 @@ class Shared(OfStage):
         place: the rank of each stage.
         number: the number of this stage.
         share: the rank's rows of embedding and head; None if another stage of the rank has them.
-        read: the data iterator for the stage's own forwards. The share reads a copy of the data.
+        read: the data iterator for the stage's own forwards, which reads a copy of the share's
+            data. None if only the share reads data. Without a share it is not used.
         evaluates: whether the step is an evaluation, with no gradients and only the model's own
             loss.
     """
@@ -144,7 +145,7 @@ def stages_of(setting: Setting) -> dict[int, Shared]:
 
     Args:
         setting: the step of this rank.
-    Raises: ConfigError if a stage with a share has no data.
+    Raises: ConfigError if a stage with a share has no data, or no rows of our GPT's vocabulary.
     """
     table, chunks, step, _ = setting
     place = table.placement

@@ -140,6 +140,8 @@ class VocabularyShare(nn.Module):
     def head_gradient(self, microbatch: int, *losses: Tensor) -> None:
         """Run pass T: add the gradient of the head's rows in this share to the weight's main_grad.
 
+        Without main_grad it is added to `.grad`. A frozen weight gets none.
+
         losses: the messages from pass C, for the model's loss and then for each multi-token
             prediction.
         """
@@ -151,6 +153,8 @@ class VocabularyShare(nn.Module):
     @torch.no_grad()
     def rows_gradient(self, microbatch: int, *grads: Tensor) -> None:
         """Run pass EW: add the gradient of the embedding's rows in this share to main_grad.
+
+        Without main_grad it is added to `.grad`. A frozen weight gets none.
 
         grads: gradients of the embedded tokens [s, b, h], for the model and for each multi-token
             prediction module. A module's tensor begins with the gradient of the hidden states, [s +
@@ -167,7 +171,7 @@ class VocabularyShare(nn.Module):
 
 
 def logit_factor(module: nn.Module) -> float:
-    """Return the factor on the input of a stage's head, as --mup-output-mult sets it."""
+    """Return the factor on the input of a stage's head, as --mup-output-mult sets it; else 1."""
     return getattr(attribute_of(module, "config"), "mup_output_mult", 1.0)
 
 
@@ -175,7 +179,7 @@ def _rows(module: nn.Module, name: str) -> VocabularyRows:
     """Return the submodule called `name`, which has this rank's rows of the vocabulary.
 
     module: the stage, or a wrapper with the stage as `.module`.
-    Raises: ConfigError if there is no such submodule.
+    Raises: ConfigError if there is no such submodule, or if it is no `VocabularyRows`.
     """
     while not hasattr(module, "embedding"):
         inner = getattr(module, "module", None)

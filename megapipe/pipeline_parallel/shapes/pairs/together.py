@@ -67,8 +67,8 @@ def how(
         one, other: the passes, in the order of the table.
         same_waits: returns whether both passes wait for the same collectives in the same order.
         synchronises: whether a stage's last backward also synchronises gradients, as Megatron's
-            does. Then no two backwards run together, because the gradients of both would be
-            synchronised.
+            does. Then only a pair with a forward runs together, because the gradients of both
+            passes would be synchronised.
     """
     kinds = {one.kind, other.kind}
     if not kinds <= set(_TURNS) or (synchronises and Kind.F not in kinds):
@@ -97,7 +97,7 @@ class _Side:
 
     Attributes:
         go: a lock that is released when the pass may run.
-        over: whether the pass has ended, or has not begun.
+        over: whether the pass has ended, or no pair has been given yet.
         ends: whether the pass must end when it may run next.
     """
 
@@ -182,7 +182,8 @@ class Together:
             one, other: functions that run the passes.
             how: the way in which they run.
             watch: measures the waits of each pass.
-        Raises: the error of either pass, after the other one has ended.
+        Raises: the error of either pass, after the other one has ended. If the second pass still
+            waits for another rank after GRACE_S seconds, its thread is left to itself.
         """
         if how is How.OTHER_BEGINS:
             made, before = self._run(other, one, watch)
