@@ -110,7 +110,8 @@ class Axis:
     """One axis of the mesh, such as tensor parallelism, as one of its ranks sees it.
 
     The methods are collectives over the ranks of the axis. `start_` methods return at once. An axis
-    of size 1 needs no group, and its collectives return their input.
+    of size 1 needs no group, and its collectives return their input itself. There `start_shift`,
+    `start_all_to_all` and `all_to_all` must not be called.
 
     Attributes:
         rank: position of this rank on the axis, 0..size-1.
@@ -304,7 +305,10 @@ class Axis:
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order. Values must be representable in JSON."""
+        """Return every rank's value, in rank order. Values must be representable in JSON.
+
+        From several ranks they come as JSON reads them: a tuple comes as a list.
+        """
         if self.size == 1:
             return [value]
         # Not pickle: nothing that another process sends may run code here.

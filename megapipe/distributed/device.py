@@ -60,8 +60,8 @@ def built_for_cpus() -> bool:
 def pick_device(parallel: ParallelConfig) -> torch.device:
     """Return this process's device: its own GPU, or the CPU if there are no GPUs or with gloo.
 
-    Raises: ConfigError if this machine has GPUs, but not one for each rank. Otherwise a rank would
-        train on the CPU although nobody asked for that.
+    The GPU becomes torch's current device. Raises: ConfigError if this machine has GPUs, but not
+    one for each rank: no rank may train on the CPU although nobody asked for that.
     """
     gpus = _num_gpus()
     if not gpus or parallel.distributed_backend == "gloo":
@@ -114,8 +114,8 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Return whether an error says that there was no memory for a tensor, on a GPU or the host."""
-    # torch has no exception class for missing memory of the host.
+    """Return whether an error says that no memory can hold a tensor, on a GPU or the host."""
+    # torch has no exception class for missing memory of the host, or for too large a size.
     pattern = "allocate memory|out of memory|[Oo]verflow"
     return isinstance(error, MemoryError) or bool(re.search(pattern, str(error)))
 
@@ -126,7 +126,7 @@ def waits_for_kernels() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 2 GiB of freed memory for later allocations; no effect elsewhere.
+    """Let glibc keep up to 2 GiB of freed memory, in blocks of up to 32 MiB; no effect elsewhere.
 
     A step on a CPU allocates the same tensors as the step before. If their memory went back to the
     system in between, the system would clear each page again. This costs 1 to 5% of a step.
@@ -388,7 +388,7 @@ class Gauge:
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Return {Megatron's TensorBoard tag: bytes} for GPU memory in use; {} on a CPU."""
+    """Return {Megatron's TensorBoard tag: bytes, or count} of a GPU's memory; {} on a CPU."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)

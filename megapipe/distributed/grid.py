@@ -83,7 +83,8 @@ class Grids:
     def of(parallel: ParallelConfig, world_size: int) -> Grids:
         """Return the grids of a world.
 
-        Raises: ConfigError if the sizes that flags give do not divide the world size.
+        Raises: ConfigError unless the world size is a multiple of tp x cp x pp and of etp x ep x
+            pp.
         """
         pp = parallel.pipeline_model_parallel_size
         dense = {"tp": parallel.tensor_model_parallel_size, "cp": parallel.context_parallel_size}
@@ -109,7 +110,10 @@ class Grids:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """The sizes that flags give, for ranks to compare: {field of ParallelConfig: size}."""
+        """The sizes that flags give, as text for ranks to compare: {field of ParallelConfig: size}.
+
+        The text is "the default" if etp equals tp.
+        """
         both = self.dense.sizes | self.experts.sizes
         texts = {FLAGS[name]: str(size) for name, size in both.items() if name in FLAGS}
         # A rank that was given the default's value equals one that was given nothing.

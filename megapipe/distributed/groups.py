@@ -37,7 +37,7 @@ def check_backend(device: torch.device) -> None:
 
 
 def device_mesh_of(grids: Grids, device: torch.device) -> DeviceMesh:
-    """Return torch's DeviceMesh of the dense grid, with the axes pp, dp, cp and tp.
+    """Make torch's DeviceMesh of the dense grid, with the axes pp, dp, cp and tp. Collective.
 
     cp is left out if its size is 1, because torch would make a group of one for every rank. `grids`
     has the ranks along all axes.
@@ -127,9 +127,9 @@ def group_of(
 def links_of(parallel: ParallelConfig) -> int:
     """Return the number of communicators for messages within a pipeline.
 
-    These are `num_links` communicators between neighbours, and with --vocab-parallel-pipeline
-    another one for messages to all ranks. The pipeline's own communicator is not used, because its
-    receives would occupy more thread blocks while they wait for their senders.
+    These are `num_links` communicators between neighbours. With --vocab-parallel-pipeline and more
+    than two ranks there is another one, for messages to all ranks. The pipeline's own communicator
+    is not used, because its receives would occupy more thread blocks while they wait for senders.
     """
     size = parallel.pipeline_model_parallel_size
     sends_to_all = parallel.vocab_parallel_pipeline and size > 2

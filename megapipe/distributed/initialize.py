@@ -57,9 +57,11 @@ def initialize_model_parallel(
         distributed_timeout_minutes: the timeout of messages and collectives.
         order: the order of the axes: tp, then cp, then dp and pp in either order. ep may be
             anywhere.
-        device: device of this process; by default its GPU, or the CPU in a gloo world.
+        device: device of this process; by default its GPU, or the CPU without GPUs or in a gloo
+            world.
         others: Megatron's other arguments, accepted only with values that have no effect.
-    Raises: ConfigError for other values, another order, or sizes that do not divide the world.
+    Raises: ConfigError for other values, another order, or a world size that is not a multiple of
+        the sizes. TypeError for an argument that Megatron does not have.
     """
     unknown = others.keys() - _NOTHING
     if unknown:
@@ -103,7 +105,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Leave the current mesh and destroy its groups.
+    """Leave the current mesh and destroy its groups. Without a mesh do nothing.
 
     A torch.distributed world that existed before the mesh stays initialised.
     """

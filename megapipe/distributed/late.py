@@ -32,7 +32,7 @@ class Late(Generic[T]):
 
 
 def read_together(*results: Late[Any]) -> list[Any]:
-    """Wait for all results and return them in order, with a single copy to the host."""
+    """Wait for one or more results and return them in order, with a single copy to the host."""
     # All are started before the copy, so that the device computes them without a pause.
     parts = [result.tensor().flatten() for result in results]
     # The copy waits for the device; each result then takes its numbers from one flat list.

@@ -95,7 +95,7 @@ class Layout:
         return tuple(shape)
 
     def mine(self, whole: Tensor, tp: Axis) -> Tensor:
-        """Return this rank's slice of a parameter.
+        """Return this rank's slice of a parameter, as a view of `whole`, or `whole` itself.
 
         Args:
             whole: the parameter in the shape `full`, or one expert of it.

@@ -68,7 +68,7 @@ class ProcessMesh:
         ends: the ranks of this pipeline that share a weight: the first and the last one for a tied
             embedding, and ranks with multi-token prediction. Size 1 on all other ranks.
         twins: this rank r and rank p-1-r of its pipeline, which hold equal stages under DualPipe.
-            Size 1 for the middle rank of an odd pipeline, and under every other schedule.
+            Size 1 for the middle rank of an odd pipeline, and if `shares` has no key "twins".
         device: device of this process.
         device_mesh: torch's DeviceMesh (pp, dp, cp if it has several ranks, tp), for distributed
             checkpoints. None without other processes, and for ranks that are threads.
@@ -146,7 +146,10 @@ class ProcessMesh:
 
     @staticmethod
     def single(device: torch.device | None = None) -> ProcessMesh:
-        """Return the mesh of a single process, without groups. A device of None is the CPU."""
+        """Return the mesh of a single process, without groups. A device of None is the CPU.
+
+        It is not activated.
+        """
         device = device or CPU
         axes: dict[str, Any] = dict.fromkeys(axis_names(), Axis(device=device))
         return ProcessMesh(**axes, device=device)
@@ -170,13 +173,12 @@ class ProcessMesh:
             parallel: the sizes of the axes.
             device: device of this process.
             shares: {name: pipeline ranks with equal weights}. "ends" are ranks that use the same
-                embedding or head, such as (0, -1). "twins" is a key only if ranks r and p-1-r have
-                equal stages, as under DualPipe.
+                embedding or head, such as (0, -1). If there is a key "twins", ranks r and p-1-r
+                get a group, for equal stages as under DualPipe. The default has both.
             facts: {name: value} that must be equal on all ranks; None for the sizes of the axes.
             joint: keys of JOINT, such as "tp-cp": axes over two others that get a group.
             met: the result of `Met.of`, if the ranks have compared their facts already; else None.
-        Raises: ConfigError if the sizes do not divide the world, if ranks do not arrive in time, or
-            if their facts differ.
+        Raises: ConfigError as `Met.of`, and if process groups cannot be made.
         """
         met = met or Met.of(parallel, device, facts)
         grids = Grids.of(parallel, met.world_size)
@@ -237,7 +239,7 @@ class ProcessMesh:
         return list(found)
 
     def close(self) -> None:
-        """Destroy the process groups of this mesh.
+        """Destroy the process groups of this mesh, which is then no longer the current one.
 
         If torch.distributed was initialised before the mesh, it stays so.
         """

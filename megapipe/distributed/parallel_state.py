@@ -2,9 +2,9 @@
 
 This module keeps no state: its functions read `ProcessMesh.current()` and have Megatron's names,
 arguments and results. A function for something that megapipe does not have, such as hierarchical
-groups, raises a ConfigError that names it. Functions raise ConfigError without a mesh, except with
-check_initialized=False, which returns None then. with_gtp_remat is ignored. A chunk is one of
-several stages of a rank.
+groups, raises a ConfigError that names it. Without a mesh, functions raise ConfigError if they do
+not say otherwise, and return None with check_initialized=False. with_gtp_remat is ignored. A chunk
+is one of several stages of a rank.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def get_expert_data_parallel_group(
 
 
 def get_embedding_group(check_initialized: bool = True) -> Group | None:
-    """Return the group of the first and the last pipeline rank.
+    """Return the group of the first and the last pipeline rank, and ranks that tie weights to them.
 
-    On other ranks it raises ConfigError, or returns None with check_initialized=False.
+    On ranks between it raises ConfigError, or returns None with check_initialized=False.
     """
     # A rank between both ends has no use for the group, and Megatron-LM asserts the same.
     is_member = is_rank_in_embedding_group()
@@ -220,7 +220,7 @@ def get_data_parallel_rank(
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Return the global ranks of the context-parallel group; None if there is no mesh."""
+    """Return the global ranks of the context-parallel group."""
     mesh = _current(check_initialized)
     return list(mesh.cp.ranks) if mesh else None
 

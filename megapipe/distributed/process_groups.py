@@ -81,7 +81,8 @@ class ProcessGroupCollection:
     ) -> ProcessGroupCollection:
         """Return a collection with the current mesh's groups of these names; None for all names.
 
-        Raises: ValueError for names that Megatron's collection does not have.
+        Raises: ValueError for names that Megatron's collection does not have, and ConfigError
+            without a mesh.
         """
         found = ProcessGroupCollection.of(ProcessMesh.required())
         names = {field.name for field in fields(ProcessGroupCollection)}

@@ -31,7 +31,8 @@ class Seats(Axis):
     """The axis of a replica whose seats are taken by any ranks, one of them perhaps by a peer.
 
     A peer has a seat in several replicas and calls once for all of them. So each collective gathers
-    from all ranks of `over`, and reads the rows of its own replica.
+    from all ranks of `over`, and reads the rows of its own replica. Even `start_` methods wait for
+    that. Only the methods here, and methods of Axis that call them, work by seats.
 
     Attributes:
         over: the ranks of all replicas, which call together.
@@ -82,7 +83,7 @@ def peers_of(ranks: int, world: int) -> list[tuple[int, ...]]:
 def seated(
     mesh: ProcessMesh, parallel: ParallelConfig, shares: Mapping[str, Sequence[int]]
 ) -> ProcessMesh:
-    """Return the mesh of the model, with all seats of each replica. Collective over the world.
+    """Make and activate the model's mesh, with all seats of each replica. Collective.
 
     Args:
         mesh: the mesh of one pipeline of all ranks. The rank after its last one is missing.

@@ -107,6 +107,7 @@ class SharedMemory:
                 tensors with this number of rows.
         Returns: the started exchange; None if there is no shared memory, as on several hosts, in a
             sandbox, without room, or outside Linux.
+        Raises: DistNetworkError if another rank has ended.
         """
         shape = x.shape if most is None else (most, *x.shape[1:])
         nbytes = math.prod(shape) * x.itemsize
@@ -261,7 +262,7 @@ class SharedMemory:
     def _agreed(self, work: Callable[[], Any]) -> list[Any] | None:
         """Return the results of `work` on every rank; None on all ranks if it fails on any.
 
-        Failing means an OSError: the system refuses something.
+        Failing means an OSError or AttributeError: the system or Python cannot do something.
         """
         try:
             own = [work()]

@@ -71,9 +71,12 @@ class Cut:
     def take(self, x: Tensor, dim: int, rank: int | None = None) -> Tensor:
         """Return the tokens of this rank, or of another one, from a tensor of full sequences.
 
+        The result is a copy, or x itself if this rank has all tokens.
+
         Args:
             x: a tensor with the full sequence in dimension `dim`.
             rank: the other rank; None for this one.
+        Raises: ConfigError as `spans`.
         """
         # Most runs come here: no copy of the batch.
         if self.size == 1 and self.piece is None:
@@ -117,6 +120,8 @@ def ahead(x: Tensor, depth: int) -> Tensor:
 
 def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
     """Cut tokens, in order, into `of` equal parts, and return part n, counted from 0.
+
+    Tokens that do not fill `of` equal parts are in none.
 
     Sequence parallelism gives this part to rank n of `of` tensor-parallel ranks.
 
@@ -200,7 +205,7 @@ def find_documents(tokens: Tensor, eod: int, *, isolate: bool, restart: bool) ->
 # Cached, because all layers of a pass ask for the same positions.
 @lru_cache(maxsize=16)
 def positions(length: int, cut: Cut, documents: Documents | None, device: torch.device) -> Tensor:
-    """Return the position ids of this rank's tokens, int64.
+    """Return the position ids of this rank's tokens, int64. Do not change the tensor: it is cached.
 
     Args:
         length: s, the length of the full sequence.
@@ -219,7 +224,10 @@ def positions(length: int, cut: Cut, documents: Documents | None, device: torch.
 # Cached like `positions`; only few microbatches are in use at a time.
 @lru_cache(maxsize=4)
 def numbers_of(documents: Documents, device: torch.device) -> Tensor:
-    """Return, for each token, the number of its document in its sequence, from 0: [b, s] int64."""
+    """Return, for each token, the number of its document in its sequence, from 0: [b, s] int64.
+
+    Do not change the tensor: it is cached.
+    """
     rows = []
     for lengths in documents.lengths:
         rows.append(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))

@@ -30,7 +30,8 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
     Args:
         store: a store that the ranks share, without keys of an earlier comparison.
         facts: {name that a user knows, such as a flag or a file: value}.
-    Raises: ConfigError, the same on all ranks, with the values of each differing fact.
+    Raises: ConfigError, the same on all ranks, with the values of each differing fact. It names
+        rank 0 and at most SHOWN ranks that differ from it.
     """
     text = json.dumps(facts, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -78,7 +79,7 @@ def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
     Args:
         world: the axis of all ranks.
         facts: {name that a user knows, such as a flag or a file: value}.
-    Raises: ConfigError, the same on all ranks, with the values of each differing fact.
+    Raises: ConfigError, as `agree`.
     """
     everyone = world.gather_json(dict(facts))
     differing = {rank: other for rank, other in enumerate(everyone) if other != everyone[0]}

@@ -32,8 +32,8 @@ def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
         rank: the global rank.
         world_size: number of ranks.
         timeout_s: seconds to wait for the store and for all ranks.
-    Raises: ConfigError if this rank does not reach the store. The same ConfigError on all ranks if
-        some ranks have not come in time.
+    Raises: ConfigError if this rank does not reach the store, or if MASTER_ADDR or MASTER_PORT is
+        not set. ConfigError with the same list on all ranks if some ranks have not come in time.
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     limit = f"--distributed-timeout-minutes {timeout_s / 60:g}"
@@ -111,6 +111,7 @@ def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: flo
         timeout_s: seconds to wait.
     Returns: "" if all ranks have come, else a text that names the missing ranks; equal on all
         ranks.
+    Raises: RuntimeError if the store is gone.
     """
     store.append("here", f"{rank}@{socket.gethostname()} ")  # type: ignore[attr-defined]
     # The last rank to come answers for all, so that the number of requests per rank is constant.
@@ -129,10 +130,10 @@ def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: flo
 
 
 def _listens(host: str, port: int) -> bool:
-    """Return whether a process listens at a port of a host.
+    """Return whether a process may listen at a port of a host.
 
-    torchrun opens its store before it starts a rank, so a refused connection means that it has
-    ended.
+    The result is False if three connections in a row are refused. torchrun opens its store before
+    it starts a rank, so a refused connection means that it has ended.
     """
     for _ in range(3):
         try:

@@ -54,8 +54,10 @@ class Met:
             parallel: the sizes of the axes, and the timeout.
             device: device of this process.
             facts: {name: value} that must be equal on all ranks; None for the sizes of the axes.
-        Raises: ConfigError if the sizes do not divide the number of ranks, if ranks do not arrive
-            in time, or if `facts` differ between ranks.
+        Raises: ConfigError if the number of ranks is not a multiple of the sizes, or if ranks do
+            not arrive in time. ConfigError if `facts` or the kind of device differ between ranks,
+            or if two ranks have one GPU. ConfigError if torch.distributed was initialised with a
+            backend that does not fit the device.
         """
         guest = dist.is_initialized()
         if guest:
@@ -81,12 +83,12 @@ class Met:
         return Met(rank, world_size, guest, store)
 
     def from_first(self, name: str, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0, and return its result on all ranks.
+        """Call `make` on rank 0, and return its result there, and copies of it on other ranks.
 
         Args:
             name: a key of the store for the result; another one for each call.
             make: the function, whose result is pickled.
-        Raises: the error of `make` on rank 0, and a ConfigError with the same text on other ranks.
+        Raises: the error of `make` on rank 0, and a ConfigError with its text on other ranks.
         """
         if self.world_size == 1:
             return make()

@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
-    """Call `work` on the first rank only, and return its result on all ranks.
+    """Call `work` on the first rank only, and return its result on all ranks. Collective.
 
     Args:
         work: the function, whose result JSON must be able to represent.
-    Raises: the error of `work`, on all ranks.
+    Raises: an error on all ranks if `work` raises, as `together` says.
     """
     first = mesh.world.rank == 0
     result = together(mesh, lambda: work() if first else None)
@@ -30,7 +30,7 @@ def on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
 
 
 def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = None) -> T:
-    """Call `work` on every rank and return this rank's result.
+    """Call `work` on every rank and return this rank's result. Collective.
 
     Args:
         work: the function.
