@@ -218,8 +218,8 @@ def adamw_(
         grad: the gradient, multiplied in place by `scale` and rates[0].
         model: the bf16 copy that the model computes with, rounded from value; None without one.
         scale: a float32 tensor with one element, a factor on the gradient.
-        rates: gradient factor, weight decay factor, step size, square root of the second moment's
-            bias correction, 1 - beta1, beta2, 1 - beta2, epsilon.
+        rates: gradient factor, weight decay factor (1 - lr x decay), step size (negative), square
+            root of the second moment's bias correction, 1 - beta1, beta2, 1 - beta2, epsilon.
     """
     constants = (ctypes.c_float * len(rates))(*rates)
     _run_elementwise("adamw", value, grad, exp_avg, exp_avg_sq, model, scale, constants)

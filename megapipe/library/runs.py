@@ -16,8 +16,8 @@ from megapipe.training.check import report
 def with_processes(config: Config) -> Config:
     """Return the configuration with the number of processes in `world_size`.
 
-    The number is the value of --world-size, if given. Else it is the launcher's number of
-    processes, or the ranks of one replica of the model if these are more.
+    The number is the value of --world-size, if given and positive. Else it is the launcher's number
+    of processes, or the ranks of one replica of the model if these are more.
     """
     # A launcher would say it. Without one a plan of four stages is about four processes.
     given = config.check.world_size

@@ -162,7 +162,8 @@ def draw(
     Args:
         schedule: the schedule to draw.
         costs: times of passes and messages.
-        memory: a limit to draw, in the unit of `costs.mem_b`; None for none.
+        memory: a limit to draw, in the unit of `costs.mem_b`; None for none. A .png or .pdf has
+            none.
         file: a path that ends in .svg, .png or .pdf. The last two need matplotlib.
         width: inches of a .png or .pdf: a column of a paper has 3.4, a page 7.
     Raises: ScheduleError if the file has another ending, matplotlib is missing, the width is not 2

@@ -1,7 +1,8 @@
 """The activations of the MLP: a row for each, by the names of `config.model.activation`.
 
 A row has the function in torch's operations, which say its derivative too. Some have a version of
-their own, with a derivative written by hand. Every one keeps its input alone for backward.
+their own, with a derivative written by hand. Every one keeps one tensor for backward: its input, or
+another one of that size.
 """
 
 from __future__ import annotations
@@ -113,11 +114,14 @@ def function_of(config: ModelConfig) -> Callable[..., Tensor]:
 
 
 def activate(x: Tensor, config: ModelConfig, *scalars: Tensor) -> Tensor:
-    """Apply the configured activation, and keep only the arguments for backward.
+    """Apply the configured activation, and keep one tensor like x, and `scalars`, for backward.
+
+    Under torch.compile the compiler decides which tensors are kept.
 
     Args:
         x: [..., ffn], the output of the MLP's first layer; [..., 2 ffn] for a gated MLP.
-        scalars: the learned scalars of --xielu. Other activations have none.
+        scalars: `Xielu.scalars` with --xielu. Other activations have none.
+    Returns: [..., ffn].
     """
     function = function_of(config)
     row = ROWS[config.activation]
@@ -147,7 +151,7 @@ class Xielu(nn.Module):
 
     @property
     def scalars(self) -> tuple[Tensor, ...]:
-        """The learned scalars, as arguments of `activate`."""
+        """All four scalars, learned and constant, as arguments of `activate`."""
         return self.alpha_p, self.alpha_n, self.xielu_beta, self.xielu_eps
 
 

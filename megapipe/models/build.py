@@ -39,12 +39,14 @@ def build_stage(
 ) -> nn.Module:
     """Return a stage that the provider builds, with initial values, on the device of tp.
 
+    If a parameter has no `Layout`, each layer is also built as a stage of its own, and so are
+    embedding and loss. They give their values to the buffers and to parameters without a `Layout`.
+    So initial values do not depend on the split into stages.
+
     Args:
         provider: (config, span, tp) -> the stage.
         model: the model's configuration. span: the layers of the stage.
         tp: the tensor-parallel axis. seed: the seed of all initial values.
-    Each layer is also built as a stage of its own, and gives its values to parameters without a
-        `Layout`. So initial values do not depend on the split into stages.
     Raises: ConfigError if a layer that is built alone lacks a parameter of this stage, or has it in
         another shape.
     """
@@ -121,7 +123,7 @@ def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: A
     Args:
         provider: (config, span, tp) -> the stage. span: its layers.
     Raises: ConfigError if --compile or --offload-modules is given and the stage has layers, but
-        none of them is a TransformerLayer.
+        none of them is a TransformerLayer. ConfigError as `build_stage`.
     """
     module = build_stage(provider, config.model, span, tp, config.batch.seed)
     if config.optimizer.freeze_all_layers:

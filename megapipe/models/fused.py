@@ -227,7 +227,8 @@ def add_norm(
     """Return (x + delta, norm(x + delta)): one kernel on a GPU, torch's operations on a CPU.
 
     Args:
-        x: [..., n]. delta: [..., n], or None to add nothing.
+        x: [..., n]. delta: [..., n], or None to add nothing: the first result is then x or a view
+            of it.
         weight: [n]. bias: [n] for LayerNorm, None for RMSNorm.
         epsilon: added to the variance, or to the mean square.
     """

@@ -304,7 +304,8 @@ class GPTModel(nn.Module):
     def take_hidden_states(self) -> Tensor:
         """Return the hidden states [s, b, h] that the last forward gave to its head.
 
-        Multi-token prediction continues from them. May be called once after each forward.
+        Multi-token prediction, without which there are none, continues from them. May be called
+        once after each forward.
         """
         hidden = _hidden.get()
         assert hidden is not None, "a forward comes first"
@@ -314,7 +315,8 @@ class GPTModel(nn.Module):
     def set_input_tensor(self, x: Tensor | None) -> None:
         """Set the input of the next forward: the output [s, b, h] of the stage before, or None.
 
-        The method has Megatron-LM's name. Stages without an embedding need an input.
+        The method has Megatron-LM's name. Stages without an embedding need an input. If the
+        vocabulary is split over the ranks, the first stage is given the looked-up embeddings.
         """
         self._input = x
 
@@ -342,7 +344,8 @@ class GPTModel(nn.Module):
         Args:
             tokens: [b, s], the tokens on this rank. Only the stage with the embedding and
                 multi-token prediction need them.
-            position_ids: [b, s]; None for 0, 1, 2, ... in each sequence.
+            position_ids: [b, s]; None for the tokens' places in their sequences. Multi-token
+                prediction needs them.
             labels: [b, s]; used on a stage with a head. None returns logits.
         Returns: one of
             - hidden states [s, b, h], on a stage without a head of its own;

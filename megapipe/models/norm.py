@@ -14,8 +14,8 @@ from megapipe.models.fused import add_norm
 class Norm(nn.Module):
     """LayerNorm or RMSNorm, as `config.normalization` says, over vectors of `size` elements.
 
-    The weight starts at 1 and LayerNorm's bias at 0. With --apply-layernorm-1p the parameter holds
-    the weight minus 1.
+    The weight starts at 1 and LayerNorm's bias, unless --no-norm-bias, at 0. With
+    --apply-layernorm-1p the parameter holds the weight minus 1.
 
     `add_and_norm` adds a tensor before it normalises.
 
@@ -43,7 +43,8 @@ class Norm(nn.Module):
     def add_and_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (x + delta, norm(x + delta)), each [..., size]. A delta of None adds nothing.
 
-        On a GPU both are one kernel.
+        On a GPU both are one kernel, but not in a subclass or with a hook on forward. Without
+        delta the first result is x or a view of it.
         """
         # A subclass has its own arithmetic, and a hook on forward must see the call.
         if type(self) is Norm and is_fused(x) and not self._forward_hooks:

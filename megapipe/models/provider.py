@@ -40,6 +40,8 @@ def stage_provider(provider: Provider, own: Sequence[LayerSpan] = ()) -> StagePr
             post_process, vp_stage, config, span and tp.
         own: the spans of this rank's stages in order. A stage's position among them is its
             vp_stage; vp_stage is None on a rank with a single stage.
+    Returns: the function. One with `pre_process` raises ConfigError for a stage of multi-token
+        prediction.
     """
     names = inspect.signature(provider).parameters
     # Both kinds are plain functions; only the parameter's name tells one from the other.
@@ -71,7 +73,8 @@ def find_provider(name: str) -> Provider:
     """Import the function that MODULE:NAME or FILE.py:NAME names.
 
     Raises: ConfigError if there is no such module or function, or if the function takes neither
-        (config, span, tp) nor (pre_process, post_process, vp_stage=None).
+        (config, span, tp) nor (pre_process, post_process, vp_stage=None). Of the latter only
+        `pre_process` is looked for.
     """
     try:
         found = find_named(name, FLAG, "my_model:provider")

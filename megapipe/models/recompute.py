@@ -94,7 +94,7 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def from_inputs(function: Callable[..., T], *inputs: Tensor) -> T:
     """Run a function of `inputs` and recompute it in backward, whatever the flags say.
 
-    The function returns one tensor or several.
+    The function returns one tensor or several. It is called plainly if no input needs a gradient.
 
     Unlike `recompute`, it ignores that a microbatch may keep all activations.
     """
@@ -164,8 +164,9 @@ def units(config: ModelConfig, layers: int) -> list[tuple[int, bool]]:
     """Cut a stage's layers into groups for --recompute-granularity full.
 
     Megatron's two methods: `uniform` recomputes groups of --recompute-num-layers layers, saving
-    each group's input; `block` recomputes that number of single layers, and keeps the activations
-    of the others.
+    each group's input; `block` recomputes that number of single layers, the first ones, and keeps
+    the activations of the others. At another granularity the groups are single layers, and none is
+    recomputed.
 
     Returns: (number of layers, whether they are recomputed) of each group, in order.
     """

@@ -29,7 +29,8 @@ def parse_layout(text: str) -> tuple[int, ...]:
     stage. Commas and spaces are ignored. A stage may be empty, or hold E, m or L alone.
     `Ett|(ttt|)*2,ttL` gives (2, 3, 3, 2).
 
-    Raises: ConfigError with everything that is wrong.
+    Raises: ConfigError with everything that is wrong. A repetition that is too long is reported
+        alone.
     """
     return tuple(stage.count("t") for stage in _stages(text))
 
@@ -37,7 +38,7 @@ def parse_layout(text: str) -> tuple[int, ...]:
 def depths_of(text: str) -> tuple[int, ...]:
     """Return the stage of each module of multi-token prediction in a layout string, in order.
 
-    `Et|tm|tmL` gives (1, 2).
+    `Et|tm|tmL` gives (1, 2). Raises: ConfigError, as `parse_layout`.
     """
     found: list[int] = []
     for number, stage in enumerate(_stages(text)):

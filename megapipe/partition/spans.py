@@ -69,8 +69,9 @@ def partition(
     Args:
         num_layers: layers of the model.
         placement: the rank of each stage.
-        account_for_embedding: count the embedding as a layer, so that its stage gets one less.
-        account_for_loss: count the loss as a layer, so that its stage gets one less.
+        account_for_embedding: count the embedding as a layer, so that its stage gets one less. Not
+            read with `first` or `last`.
+        account_for_loss: count the loss as a layer, in the same way.
         first: layers of the first pipeline rank, divided evenly among its stages. The other ranks
             divide the rest evenly. Under a V placement (stages down the ranks and up again) the
             first rank has both ends of the model.
@@ -139,7 +140,7 @@ def nearly_even(num_layers: int, chain: int) -> tuple[int, ...]:
 
 
 def _even(num_layers: int, placement: Placement, embedding: bool, loss: bool) -> tuple[int, ...]:
-    """Return the number of layers of each stage from the embedding to the loss, all equal.
+    """Return the number of layers of each stage from the embedding to the loss, in equal shares.
 
     Args:
         num_layers: layers of the model.
@@ -260,7 +261,7 @@ def _why_not(num_layers: int, placement: Placement, first: int | None, last: int
     given = {0: first, placement.num_ranks - 1: last}
     for rank, n in given.items():
         if n is not None and n % stages_of[rank]:
-            return f"{n} layers do not divide by the {stages_of[rank]} stages of rank {rank}"
+            return f"{n} layers are not divisible by the {stages_of[rank]} stages of rank {rank}"
     ends = [rank for rank, n in given.items() if n is not None]
     rest = num_layers - (first or 0) - (last or 0)
     others = sum(count for rank, count in stages_of.items() if rank not in ends)

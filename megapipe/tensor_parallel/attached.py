@@ -30,7 +30,7 @@ class _Attached(torch.autograd.Function):
 
 
 def attach_gradient(x: Tensor, other: Tensor, grad: Tensor | Callable[[], Tensor]) -> Tensor:
-    """Return x. When x receives its gradient in backward, `other` receives the gradient `grad`.
+    """Return a view of x. When the view gets its gradient in backward, `other` gets `grad`.
 
     A loss of a layer can thus be differentiated without being added to the model's loss.
 

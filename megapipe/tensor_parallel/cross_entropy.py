@@ -57,7 +57,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Axis) -> Te
     """Return each token's cross entropy, without gathering logits (Shoeybi et al. 2019, sec. 3).
 
     Costs three all-reduces of [s, b] over tp. Memory: 4 bytes for each logit, from forward to
-    backward; backward adds a tensor as large as the logits.
+    backward; backward adds a tensor as large as 16-bit logits. Backward can run only once.
 
     Args:
         logits: [s, b, v/t], this rank's slice of the vocabulary, any float type.

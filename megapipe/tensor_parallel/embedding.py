@@ -71,7 +71,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         assert num_embeddings % tp.size == 0, (
-            f"{num_embeddings} rows do not divide over {tp.size} ranks"
+            f"{num_embeddings} rows are not divisible by {tp.size} ranks"
         )
         self.tp = tp
         self._closes = closing(tp, sequence_parallel)
@@ -82,7 +82,8 @@ class VocabParallelEmbedding(nn.Module):
         """Look up the embedding of each token.
 
         Args:
-            ids: [s, ...], in 0..v-1, the same on all tp ranks.
+            ids: [s, ...], in 0..v-1, the same on all tp ranks. Any other number has the embedding
+                0.
         Returns: [s, ..., h], the same on all tp ranks; under sequence parallelism [s/t, ..., h].
         """
         return _lookup(ids, self.weight, self.tp.rank * self.weight.shape[0], self._closes)

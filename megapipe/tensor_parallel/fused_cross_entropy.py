@@ -298,17 +298,19 @@ def vocab_parallel_linear_cross_entropy(
     """Return each token's cross entropy directly from the hidden states.
 
     Equals `vocab_parallel_cross_entropy(x W^T, target)`. Logits are rounded to x's type; everything
-    else is float32. If there are more than `most_kept` logits, they are computed in parts of 1M
-    (256M on a GPU), and again in backward. This costs one more matrix product, two under a B/W
-    split.
+    else is float32. They are computed in parts of 1M (256M on a GPU). If there are more than
+    `most_kept`, they are computed again in backward. This costs one more matrix product, two under
+    a B/W split.
 
     Args:
         x: [..., h], the same on all tp ranks; its gradient is summed over tp.
         weight: [v/t, h], this rank's rows of the output head. Its gradient is added into its
-            `main_grad`; during a B pass it is deferred to the W pass.
+            `main_grad`, and without one given to autograd. In a B pass the addition is deferred to
+            W, unless the weight is sharded, so released before W, and logits are not kept.
         target: [...], ids in 0..v-1. Any other number, such as -100, marks a token without loss.
         sequence_parallel: x has this rank's tokens only, in its first dimension; target has all.
-        most_kept: the most logits to keep for backward, in x's type; None for 64M.
+        most_kept: the most logits on this rank to keep for backward, in x's type; None for 64M.
+            None are kept while gradients are off.
         cap: the number c of capped logits, c tanh(x W^T / c); None for plain ones.
     Returns: [...] in float32 (float64 for float64 x).
     """

@@ -37,7 +37,8 @@ class _Linear(torch.autograd.Function):
 
     Under sequence parallelism, x and (until the W pass) the output's gradient are saved before
     their all-gathers, where they have 1/t of the size. Each is gathered again when it is used. The
-    cost is one more all-gather for each layer and microbatch, two under a B/W split.
+    cost for each microbatch is one more all-gather of a column-parallel layer and, under a B/W
+    split, one of a row-parallel layer.
     """
 
     @staticmethod
@@ -171,15 +172,16 @@ class ColumnParallelLinear(nn.Module):
     """A linear layer whose output is split over tp: weight [out/t, in], bias [out/t].
 
     Args:
-        input_size, output_size: channels of the layer before it is split; output_size must divide
-            by tp.
+        input_size, output_size: channels of the layer before it is split; output_size must be a
+            multiple of blocks x tp.
         sequence_parallel: the input has this rank's tokens only.
         blocks: number of equal parts of the output, each split over tp separately (2 for the gate
             and up projections of SwiGLU).
         init_std: standard deviation of the initial weight; None for a uniform distribution.
         tied_to: global name of the parameter that this weight repeats, or None.
         fp8: how operands are quantised; None for no quantisation.
-        in_pieces: compute the product in pieces of its rows, which overlap with communication.
+        in_pieces: compute the product in pieces of its rows, which overlap with communication. No
+            effect with one tp rank, or if FP8 has one factor for all rows.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.products = products_of(fp8)
         assert output_size % (blocks * tp.size) == 0, (
-            f"{output_size} outputs do not divide over {tp.size} ranks"
+            f"{output_size} outputs are not divisible by {blocks} blocks x {tp.size} ranks"
         )
         self._opens = opening(tp, sequence_parallel, in_pieces and self.products.by_rows)
         rows = output_size // tp.size
@@ -230,12 +232,12 @@ class RowParallelLinear(nn.Module):
     """A linear layer whose input is split over tp: weight [out, in/t], bias [out].
 
     Args:
-        input_size, output_size: channels of the layer before it is split; input_size must divide
-            by tp.
+        input_size, output_size: channels of the layer before it is split; input_size must be a
+            multiple of tp.
         sequence_parallel: the output has this rank's tokens only.
         init_std: standard deviation of the initial weight; None for a uniform distribution.
         fp8: how operands are quantised; None for no quantisation.
-        in_pieces: compute the product in pieces of its rows, which overlap with communication.
+        in_pieces: as in ColumnParallelLinear.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.products = products_of(fp8)
-        assert input_size % tp.size == 0, f"{input_size} inputs do not divide over {tp.size} ranks"
+        assert input_size % tp.size == 0, f"{input_size} inputs not divisible by {tp.size} ranks"
         self._closes = closing(tp, sequence_parallel, in_pieces and self.products.by_rows)
         layout = Layout((output_size, input_size), 1, std=init_std)
         self.weight = parameter(layout, output_size, input_size // tp.size)

@@ -161,7 +161,7 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
             mask.
         tp: the ranks that split dimension `dim` of x; None if x is whole. The mask of the whole
             dimension is drawn, unless dim is 0.
-    Returns: the shape and type of x.
+    Returns: a new tensor of x's shape and type; x itself for p = 0.
     """
     if p == 0.0:
         return x
@@ -235,7 +235,7 @@ def _uniform(
 
 
 def initialize(module: nn.Module, seed: int, tp: Axis, threads: int | None = None) -> None:
-    """Fill every parameter that has a Layout with its initial values.
+    """Fill every parameter that has a Layout with its initial values; others stay as they are.
 
     The whole weight is drawn on the CPU in float32, and this rank's slice of it is copied. So
     every device and every layout starts from the same values. A thread draws one parameter, or one
@@ -244,7 +244,8 @@ def initialize(module: nn.Module, seed: int, tp: Axis, threads: int | None = Non
     Args:
         seed: with the parameter's global name, it names the random stream.
         tp: tensor parallelism, which splits the weights.
-        threads: threads that draw. None: this rank's part of the cores, or 1 for small modules.
+        threads: threads that draw. None: this rank's part of the cores, at most 16, or 1 for small
+            modules.
     Raises: ConfigError if a parameter's size differs from its Layout's.
     """
     jobs: list[Callable[[], object]] = []

@@ -55,7 +55,7 @@ class VocabularyRows(nn.Module):
         super().__init__()
         v, h = full
         k, n = part
-        assert v % (n * tp.size) == 0, f"{v} rows do not divide over {n} x {tp.size} ranks"
+        assert v % (n * tp.size) == 0, f"{v} rows are not divisible by {n} x {tp.size} ranks"
         rows = v // n // tp.size
         self.first = (k * tp.size + tp.rank) * rows
         self.tp = tp
@@ -110,6 +110,8 @@ def share_of_loss(
         - [n, h], the label's row of `weight`, 0 if the label is in another share;
         - [3, n] in float32: maximum, sum of exponentials, and the label's logit, -inf if the label
           is in another share.
+
+        The mean is 0 if not `differentiated`. Under a cap, mean and row have its slope as a factor.
     """
     n = len(rows)
     highest = rows.new_full((n,), float("-inf"), dtype=wide_of(rows))
@@ -187,6 +189,8 @@ def combine(
 ) -> Combined:
     """Combine the messages of all ranks' shares into the loss, always in the order of the shares.
 
+    Collective over tp.
+
     Args:
         shares: the messages of `share_of_loss`, of one dtype.
         hidden: h. tp: the ranks that split each share.
@@ -239,7 +243,7 @@ def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, *losses: Tensor)
     """Add the gradient of a share's rows of the head into a tensor, in place.
 
     Args:
-        kept: the state that `share_of_loss` returned.
+        kept: the state that `share_of_loss` returned. Call this once: kept logits are overwritten.
         weight: [v', h]. into: [v', h].
         losses: messages of `packed_loss`, one for each range of the tokens.
     """

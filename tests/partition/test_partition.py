@@ -120,7 +120,7 @@ def test_the_ends_may_take_no_more_than_there_is():
     text = refusal(24, loop(4), first=20, last=10)
     assert "that is 6 more than there are" in text
     assert "that leaves 19 layers for 3 other stages: 19 = 3 x 6 + 1." in refusal(24, loop(4), first=5)
-    assert "5 layers do not divide by the 2 stages of rank 3" in refusal(24, loop(4, 2), first=6, last=5)
+    assert "5 layers are not divisible by the 2 stages of rank 3" in refusal(24, loop(4, 2), first=6, last=5)
 
 
 @settings(deadline=None)

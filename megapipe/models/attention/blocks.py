@@ -323,7 +323,7 @@ def differentiate(
 
 @lru_cache(maxsize=8)  # shared by all layers and blocks
 def band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> Tensor:
-    """Return the mask of causal attention within a window.
+    """Return the mask of causal attention within a window. It is cached: do not change it.
 
     Args:
         queries, keys: numbers of queries and keys.

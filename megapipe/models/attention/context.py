@@ -372,15 +372,15 @@ def whole_sequences(
             called with 1/c of the heads.
     Returns: a function (q, k, v) -> [s/c, b, heads x d], with q [s/c, b, heads, d], k and v [s/c,
         b, groups, d]. The function makes two exchanges: of q, k and v, and of the output.
-    Raises: (the function) ConfigError if heads or groups do not divide by the ranks.
+    Raises: (the function) ConfigError if heads or groups are not divisible by the number of ranks.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[2] % cp.size or k.shape[2] % cp.size:
             raise ConfigError(
                 f"--cp-comm-type a2a deals heads to ranks, and {q.shape[2]} query and "
-                f"{k.shape[2]} key heads here do not divide by {cp.size} context-parallel ranks. "
-                "Use --cp-comm-type p2p."
+                f"{k.shape[2]} key heads here are not both divisible by {cp.size} context-parallel "
+                "ranks. Use --cp-comm-type p2p."
             )
         # One exchange of all three: q, k and v of the first rank's heads, of the second's, ...
         by_rank = zip(*(x.chunk(cp.size, 2) for x in (q, k, v)), strict=True)

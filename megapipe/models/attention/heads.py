@@ -40,7 +40,8 @@ class HeadsNorm(nn.Module):
 def norm_heads(q: Tensor, k: Tensor, q_norm: HeadsNorm, k_norm: HeadsNorm) -> tuple[Tensor, Tensor]:
     """Norm the queries of all heads of a token together, and the keys; return both.
 
-    Costs an all-reduce of two numbers for each token over tp, and another one in backward.
+    Costs an all-reduce of two numbers for each token over tp, and two in backward, which computes
+    the norm again.
 
     Args:
         q: [s, b, heads/t, d], of this rank's heads. k: [s, b, groups/t, d].

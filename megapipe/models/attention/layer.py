@@ -2,7 +2,8 @@
 
 Grouped queries, rotary positions and norms of queries and keys are options. Documents and sliding
 windows cut the sequence instead of masking it. Dropout, slices and context parallelism go block by
-block. No tensor of s x s scores is kept in any of these cases.
+block. No tensor of s x s scores is kept in any of these cases, unless --attention-backend asks for
+torch's unfused kernel.
 """
 
 from __future__ import annotations

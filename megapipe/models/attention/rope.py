@@ -53,7 +53,7 @@ class Rotary:
         base: the base of the frequencies base^(-2i/dim).
         interleaved: channels 2i and 2i+1 are a pair; otherwise i and i + dim/2.
         scaling: Llama 3.1's factor for low frequencies; None to leave them.
-        high: it leaves pairs that turn more often than this in the original length.
+        high: `scaling` leaves pairs that turn more often than this in the original length.
         share: the share of the pairs, from the first, that are rotated.
         yarn: YaRN's factor; None to leave the frequencies.
         original: the tokens of a sequence before YaRN stretches positions.
@@ -190,7 +190,7 @@ def rotary_table(
         length: tokens of the whole sequences.
         rotary: the frequencies.
         cut: selects the positions of one rank and slice; by default all.
-    Returns: (cos, sin), each [number of positions, 1, 1, dim].
+    Returns: (cos, sin), each [number of positions, 1, 1, dim]. They are cached: do not change them.
     """
     rows = cut.take(torch.arange(length, dtype=torch.float64, device=device), 0)
     angle = rows.outer(rotary.frequencies(device, length))
@@ -231,7 +231,8 @@ def temperature(
     """Return the factor 1 + beta ln(1 + floor(position / length)) of each query.
 
     Args:
-        x: [s/c, b, heads, d], the queries.
+        x: [s/c, b, heads, d], the queries; their numbers are not read.
+        beta, length: as in the formula.
         first: the position of a sequence's first token, 0 or 1.
         positions: [s/c, b]; None for the index in the whole sequence.
         cut: which tokens of the whole sequence are in x.

@@ -79,10 +79,10 @@ def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int, counted: in
 
 
 def sinkhorn(logits: Tensor, tokens: int, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return exp(logits), scaled until all tokens and all experts have equal sums.
+    """Return exp(logits), scaled until all tokens and all experts have nearly equal sums.
 
     Rows and columns are scaled in turn (S-BASE, Clark et al. 2022, appendix; the constants are
-    Megatron-LM's). The host waits for the device in each iteration.
+    Megatron-LM's). The host waits for the device in each iteration, and `total` is called once.
 
     Args:
         logits: [T, E], this rank's tokens.

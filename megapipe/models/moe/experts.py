@@ -159,7 +159,7 @@ class _Experts(torch.autograd.Function):
     """Autograd of the experts: a token's output is the sum of weight x fc2(activation(fc1(x))).
 
     The sum is over the token's choices. The weight multiplies fc2's input in the activation's
-    kernel.
+    kernel, or fc1's input with `_How.on_input`.
     """
 
     @staticmethod
@@ -297,7 +297,7 @@ class Experts(nn.Module):
         ep = tp.named("ep")
         t = self.etp.size
         assert e % ep.size == f % t == 0, (
-            f"{e} experts of width {f} do not divide over {ep.size} x {t} ranks"
+            f"{e} experts of width {f} are not divisible by {ep.size} x {t} ranks"
         )
         own = e // ep.size
         self.own = range(ep.rank * own, (ep.rank + 1) * own)

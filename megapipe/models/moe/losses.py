@@ -64,18 +64,18 @@ def small_logits(logits: Tensor, weight: float, ranks: int) -> Tensor:
 
 
 def attach(x: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """Return x; its backward also starts the loss's backward, with the gradient `weight`.
+    """Return a view of x, whose backward also starts the loss's backward with gradient `weight`.
 
     Args:
         x: a tensor on the path to the model's loss.
-        loss: the loss, without its coefficient.
-        weight: the coefficient of the loss in the model's loss.
+        loss: the loss of a router, with its coefficient.
+        weight: the factor of this loss in the loss that the step differentiates.
     """
     return attach_gradient(x, loss, torch.full_like(loss, weight))
 
 
 def attach_late(x: Tensor, scores: Tensor, counts: Callable[[], Tensor], weight: float) -> Tensor:
-    """Return x; its backward also adds weight x counts() to the gradient of the scores.
+    """Return a view of x, whose backward also adds weight x counts() to the scores' gradient.
 
     The added term is the gradient of a balancing loss, whose counts are known only in backward.
 
@@ -83,7 +83,8 @@ def attach_late(x: Tensor, scores: Tensor, counts: Callable[[], Tensor], weight:
         x: a tensor on the path to the model's loss.
         scores: the sums of the scores, [..., E].
         counts: returns the load of all slices of the microbatch, in the shape of `scores`.
-        weight: factor of counts in the gradient, from `slope`.
+        weight: factor of counts in the gradient: `slope`, times the loss's factor in the loss that
+            the step differentiates.
     """
     dtype = scores.dtype
     return attach_gradient(x, scores, lambda: counts().to(dtype) * weight)

@@ -154,7 +154,7 @@ class Router(nn.Module):
         return self
 
     def forget(self) -> None:
-        """Delete the records in `seen`."""
+        """Delete the records in `seen`, and the counts of earlier microbatches of the step."""
         self.seen = {}
         self._load = {}
 

@@ -33,7 +33,7 @@ class FP8Recipe(NamedTuple):
         kind: tensorwise: one factor by the tensor's largest absolute value. delayed: one factor by
             the largest values of earlier steps. blockwise, mxfp8: a factor for each block.
         weight_grads: also quantise the operands of the weight's gradient.
-        margin: for delayed, room for values up to 2^margin times the largest one.
+        margin: with one factor, room for values up to 2^margin times the largest one.
         history: for delayed, the number of steps that are remembered.
         algorithm: for delayed, use the largest value of the latest step, or of all in the history.
     """
@@ -145,7 +145,7 @@ class Scaled(Products, nn.Module):
     def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """Return Q(dy)^T Q(x) in float32: dy [n, out] and x [n, in] -> [out, in].
 
-        If the recipe leaves weight gradients alone, the result is dy^T x, without quantising.
+        If the recipe leaves weight gradients alone, the result is dy^T x in their own type.
         """
         if not self.recipe.weight_grads:
             return super().weight_grad(dy, x)

@@ -89,7 +89,10 @@ def in_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Quantise
 
 
 def filled(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Pad a matrix [r, k] with zeros to multiples of the block's (rows, columns)."""
+    """Pad a matrix [r, k] with zeros to multiples of the block's (rows, columns), as a copy.
+
+    If nothing is missing, x itself is returned.
+    """
     rows, columns = block
     r, k = x.shape
     if r % rows == 0 and k % columns == 0:
