@@ -27,7 +27,8 @@ RESERVED = (
 HOST = (
     "on a host: data-parallel ranks divide the writing, and with sharded weights each rank's "
     "weights wait there at the start, so more tensor, pipeline or expert ranks need less. "
-    "--no-save-optim saves weights alone. --host-memory-gib is 2,048 by default, as in a DGX H100."
+    "--no-save-optim saves weights alone. Without --host-memory-gib the host of --rates counts: "
+    "2,048 for H100s, as in a DGX."
 )
 NO_HOST = "without room on the host to start, or for a save and copied activations"
 

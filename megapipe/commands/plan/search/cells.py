@@ -5,7 +5,7 @@ A layout is (tp, cp, pp, micro batch, ep, etp). A cell is a layout with its reco
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -200,7 +200,7 @@ def is_movable(cell: Config) -> bool:
 
 
 def under(cell: Config, name: str, chunks: int | None) -> Config:
-    """Return the configuration of a cell under another schedule.
+    """Return the configuration of a cell under another schedule, with layers divided evenly.
 
     Args:
         name: the schedule's name.
@@ -214,6 +214,15 @@ def under(cell: Config, name: str, chunks: int | None) -> Config:
         pipeline_model_parallel_layout=_split(cell, name, ranks, chunks),
     )
     return replace(cell, parallel=par)
+
+
+def split_as(config: Config, counts: Sequence[int]) -> Config:
+    """Return the configuration with a number of layers for each stage.
+
+    Args:
+        counts: layers of each stage.
+    """
+    return config.with_fields(pipeline_model_parallel_layout=_layout(config, counts))
 
 
 def _split(config: Config, name: str, ranks: int, chunks: int | None) -> str | None:
@@ -232,8 +241,17 @@ def _split(config: Config, name: str, ranks: int, chunks: int | None) -> str | N
     layers = config.model.layers
     if layers % stages == 0 or layers < stages:
         return None
-    depths = [stages - 1] * (config.model.mtp_num_layers or 0)
-    return layout_string(nearly_even(layers, stages), depths)
+    return _layout(config, nearly_even(layers, stages))
+
+
+def _layout(config: Config, counts: Sequence[int]) -> str:
+    """Return a --pipeline-model-parallel-layout.
+
+    Args:
+        counts: layers of each stage. Depths of multi-token prediction go to the stage of the loss.
+    """
+    depths = [len(counts) - 1] * (config.model.mtp_num_layers or 0)
+    return layout_string(counts, depths)
 
 
 def short(config: Config, turns: int) -> Config:

@@ -58,6 +58,7 @@ class Learned:
         cell = self.cells[x.cell]
         ranks = cell.parallel.pipeline_model_parallel_size
         shared = (kind_of(cell), ranks, cell.num_microbatches, x.schedule, x.chunks, x.moves)
+        shared += (x.balanced,)
         if not cell.parallel.use_megatron_fsdp:
             return shared
         # How long gathers take, and what hides them, is a matter of the layout.
@@ -132,6 +133,22 @@ class Judging:
         skipped += self._rounds(close, among, among - len(close), tolerance=0.0)
         for x in skipped:
             self.found.lost[SLOWER if x.moves else _BOUND] += 1
+
+    def balanced(self, candidates: list[CandidatePlan]) -> list[CandidatePlan]:
+        """Return the candidates with a pipeline again, with layers divided by their work.
+
+        Candidates whose lower bound is too slow are left out: it is that of equal ranks.
+
+        Args:
+            candidates: candidates with layers divided evenly.
+        """
+        limits = self.found.limits
+        found = []
+        for x in candidates:
+            layout, kind = self.keys[x.cell]
+            if kind == (False, True) and x.least < (1 - TOLERANCE) * limits.of(layout, kind):
+                found.append(x._replace(balanced=True))
+        return found
 
     def _rounds(
         self,

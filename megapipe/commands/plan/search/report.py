@@ -21,10 +21,9 @@ from megapipe.schedule import Kind
 YOURS = "yours"
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
 NOT_SEARCHED = (
-    "not searched: no plan has --pipeline-slices unless they are given, --vocab-parallel-pipeline "
-    "or --pipeline-model-parallel-layout auto; every "
-    "plan keeps your kinds of attention, precision, kernels and CUDA graphs. --moe-permute-fusion "
-    "and --moe-grouped-gemm change nothing in any of them."
+    "not searched: no plan has --vocab-parallel-pipeline, or --pipeline-slices unless they are "
+    "given; every plan keeps your kinds of attention, precision, kernels and CUDA graphs. "
+    "--moe-permute-fusion and --moe-grouped-gemm change nothing in any of them."
 )
 """What the user may try by hand."""
 SHARDED = (

@@ -5,13 +5,14 @@ What goes to another process and comes back is small: numbers and reasons, no ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
+from megapipe.commands.plan.search.balanced import by_clock, by_work
 from megapipe.commands.plan.search.bounds import Counted
-from megapipe.commands.plan.search.cells import is_movable, short, under
+from megapipe.commands.plan.search.cells import is_movable, short, split_as, under
 from megapipe.commands.plan.search.timed import Room, with_schedule
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ParallelConfig
@@ -24,6 +25,7 @@ from megapipe.schedule.catalogue import PLAIN
 OUT_OF_MEMORY = "out of memory"
 SLOWER = "slower than others of their kind"
 NO_TABLE = "without such stages or microbatches"
+EVEN = "with ranks of equal work already"
 
 
 Kind = tuple[bool, bool]
@@ -40,6 +42,7 @@ class CandidatePlan(NamedTuple):
         schedule: the schedule's name.
         chunks: stages on each rank; None for the schedule's own number.
         moves: whether single activations are offloaded or recomputed until the plan fits.
+        balanced: whether stages have layers by their work, and not equally many.
     """
 
     least: float
@@ -48,6 +51,7 @@ class CandidatePlan(NamedTuple):
     schedule: str
     chunks: int | None
     moves: bool = False
+    balanced: bool = False
 
 
 class Rejection(NamedTuple):
@@ -76,6 +80,7 @@ class ExtrapolatedPlan:
         peak: bytes of memory on the rank that needs most.
         parts: {cause: seconds of a step}, such as the bubble.
         moves: whether single activations are offloaded or recomputed.
+        balanced: whether stages have layers by their work, and not equally many.
     """
 
     config: Config
@@ -83,6 +88,7 @@ class ExtrapolatedPlan:
     peak: float
     parts: dict[str, float]
     moves: bool
+    balanced: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -138,9 +144,28 @@ class Screen:
             return plan if sharded or candidate.schedule == PLAIN else plan._replace(peak=inf)
         config = under(cell, candidate.schedule, candidate.chunks)
         try:
-            return self._extrapolated(plan, config, candidate, limit)
+            if candidate.balanced:
+                counts = by_work(plan, short(config, 1), self.device)
+                if counts is None:
+                    return Rejection(EVEN)
+                config = split_as(config, counts)
+            judged = self._extrapolated(plan, config, candidate, limit)
         except (ConfigError, ScheduleError):
             return Rejection(OUT_OF_MEMORY if candidate.moves else NO_TABLE)
+        if isinstance(judged, ExtrapolatedPlan):
+            return replace(judged, balanced=candidate.balanced)
+        return judged
+
+    def split_by_clock(self, x: ExtrapolatedPlan) -> Config:
+        """Return a plan's configuration with the layers of each stage that a clock finds best.
+
+        Args:
+            x: a plan that fits.
+        Raises: ConfigError, ScheduleError if there is no such plan.
+        """
+        few = short(x.config, 2)
+        plan = plan_of(few, self.counted.pieces(few))
+        return split_as(x.config, by_clock(plan, few, self.machine.limit))
 
     def _plan(self, number: int) -> Plan | Rejection:
         """Return the plan of a cell for few microbatches, or why there is none.

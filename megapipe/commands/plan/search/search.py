@@ -50,6 +50,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.step import TimedPlan
+from megapipe.schedule.catalogue import PLAIN
 
 BEST = 10
 """Plans of the report."""
@@ -148,10 +149,11 @@ def search(
 def _judge(
     judging: Judging, candidates: list[CandidatePlan], asked: SearchRestrictions, seconds: float
 ) -> None:
-    """Try all candidates. Plans that need too much memory are tried a second time.
+    """Try all candidates. Plans that need too much memory are tried once more.
 
-    The second time, single activations are offloaded or recomputed, unless the flags have --without
-    moves. Ctrl-C or the time ends the search, and `SearchResults.stopped` is set.
+    Plans that may become fast enough are also tried with layers divided by their work. At last,
+    single activations are offloaded or recomputed, unless the flags have --without moves. Ctrl-C or
+    the time ends the search, and `SearchResults.stopped` is set.
 
     Args:
         judging: tries the candidates, and holds the results so far in `found`.
@@ -162,10 +164,14 @@ def _judge(
     try:
         with ends_within(seconds):
             judging.judge(candidates)
+            done = len(candidates)
+            uneven = judging.balanced(candidates)
+            judging.judge(uneven, before=done)
+            done += len(uneven)
             if "moves" not in asked.without:
                 moved = found.tight
                 found.tight = []
-                judging.judge(moved, before=len(candidates))
+                judging.judge(moved, before=done)
             found.lost[OUT_OF_MEMORY] += len(found.tight)
     except TimeIsUp as ended:
         found.stop(str(ended))
@@ -261,11 +267,30 @@ def _to_make(
 
 
 def _made(screen: Screen, x: ExtrapolatedPlan) -> TimedPlan | None:
-    try:
-        made = as_run(x.config, screen.device, screen.machine.limit, moves=x.moves)
-    except (ConfigError, ScheduleError):
+    """Return the plan that a run with a sketch's flags makes; None if a run cannot make it.
+
+    Of a plan whose layers are divided by their work, the layers are also divided by the clock, and
+    the faster plan counts. If neither can be made, layers are divided evenly.
+    """
+    configs = [x.config]
+    if x.balanced:
+        with suppress(ConfigError, ScheduleError):
+            configs.append(screen.split_by_clock(x))
+    limit = screen.machine.limit
+    made: list[TimedPlan] = []
+    for config in dict.fromkeys(configs):
+        with suppress(ConfigError, ScheduleError):
+            made.append(as_run(config, screen.device, limit, moves=x.moves))
+    if x.balanced and not any(one.peak <= limit for one in made):
+        par = x.config.parallel
+        name = par.pipeline_schedule or PLAIN
+        even = under(x.config, name, par.num_virtual_stages_per_pipeline_rank)
+        with suppress(ConfigError, ScheduleError):
+            made = [as_run(even, screen.device, limit, moves=x.moves)]
+    if not made:
         return None
-    return with_fewest_flags(made, screen.own, screen.device)
+    best = min(made, key=lambda one: (one.peak > limit, one.step))
+    return with_fewest_flags(best, screen.own, screen.device)
 
 
 def _is_small(x: ExtrapolatedPlan) -> bool:
