@@ -17,7 +17,7 @@ from small_searches import MODEL, SLOW, found_by, run_search
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main
-from megapipe.commands.plan.pasted import flags_of, left_out
+from megapipe.commands.plan.pasted import flags_of, left_out, pasted
 from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
@@ -109,7 +109,7 @@ def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, 
     assert first.peak <= memory * GIB
     check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", str(gpus)]))
     assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
-    assert " ".join(flags_of(first.config)) in report(found, Machine(memory * GIB))
+    assert pasted(first.config) in report(found, Machine(memory * GIB))
 
 
 def test_a_layout_that_fits_only_with_some_activations_computed_again_wins_and_trains_as_it_was_found(capsys):

@@ -14,29 +14,29 @@ from itertools import accumulate
 
 from megapipe.commands.plan.search.timed import table
 from megapipe.config import Config
-from megapipe.plan import GIB, Plan, counts_of
+from megapipe.plan import GIB, ModelWork, Plan, counts_of
 from megapipe.plan.auto import Counts, as_they_are
 from megapipe.plan.make import balanced_by_cost
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import of_layer
-from megapipe.schedule import Placement
+from megapipe.schedule import Placement, Schedule
 from megapipe.schedule.catalogue import PLAIN
 
 LEAST_GAIN = 0.01
 """The part of the busiest rank's work that a split must take away, to be worth a look."""
 
 
-def by_work(plan: Plan, config: Config, device: Device) -> Counts | None:
+def by_work(pieces: ModelWork, config: Config, device: Device) -> Counts | None:
     """Return the layers of each stage that give all ranks about equally much work.
 
     Returns None if the busiest rank has hardly less to do than with the layout of `config`.
 
     Args:
-        plan: has the work of embedding, layers and head.
-        config: the configuration with its schedule.
+        pieces: the work of embedding, layers and head.
+        config: the configuration with its schedule, for few microbatches.
     """
-    place = _table(config, config.num_microbatches).placement
-    layers, fixed = _seconds(plan, config, device, place)
+    place = _table(config).placement
+    layers, fixed = _seconds(pieces, config, device, place)
     ranks = [_ranks(place, position) for position in range(place.chain)]
     counts = [0] * place.chain
     of_stage = [*fixed]
@@ -72,24 +72,27 @@ def by_clock(plan: Plan, config: Config, memory: float) -> Counts:
     """
     # Depths count with the head here, as wherever a search compares plans.
     pieces = replace(plan.pieces, depths=(), head=sum(plan.pieces.depths, plan.pieces.head))
-    schedule = _table(config, config.num_microbatches)
+    schedule = _table(config)
     counts = counts_of(config, schedule.placement)
     plan = replace(plan, schedule=schedule, counts=counts, pieces=pieces)
     return balanced_by_cost(plan, memory / GIB, as_they_are).counts
 
 
-def _table(config: Config, microbatches: int):
+def _table(config: Config) -> Schedule:
+    """Return the table of a configuration, whose schedule is a built-in one."""
     par = config.parallel
-    chunks = par.num_virtual_stages_per_pipeline_rank
-    name = par.pipeline_schedule or PLAIN
-    return table(name, par.pipeline_model_parallel_size, microbatches, chunks)
+    return table(
+        par.pipeline_schedule or PLAIN,
+        par.pipeline_model_parallel_size,
+        config.num_microbatches,
+        par.num_virtual_stages_per_pipeline_rank,
+    )
 
 
 def _seconds(
-    plan: Plan, config: Config, device: Device, place: Placement
+    pieces: ModelWork, config: Config, device: Device, place: Placement
 ) -> tuple[list[float], list[float]]:
     """Return (seconds of each layer, seconds of each stage without its layers), per microbatch."""
-    pieces = plan.pieces
     rate = 1 / (config.parallel.tensor_model_parallel_size * device.flops)
     number = len(pieces.layers)
     chain = [pieces.embedding, *pieces.layers, pieces.head]

@@ -57,8 +57,8 @@ class Learned:
         """Return a tuple that is equal for similar plans, such as plans of the same schedule."""
         cell = self.cells[x.cell]
         ranks = cell.parallel.pipeline_model_parallel_size
-        shared = (kind_of(cell), ranks, cell.num_microbatches, x.schedule, x.chunks, x.moves)
-        shared += (x.balanced,)
+        pipeline = (kind_of(cell), ranks, cell.num_microbatches, x.schedule, x.chunks)
+        shared: tuple[Any, ...] = (*pipeline, x.moves, x.balanced)
         if not cell.parallel.use_megatron_fsdp:
             return shared
         # How long gathers take, and what hides them, is a matter of the layout.
@@ -134,19 +134,30 @@ class Judging:
         for x in skipped:
             self.found.lost[SLOWER if x.moves else _BOUND] += 1
 
-    def balanced(self, candidates: list[CandidatePlan]) -> list[CandidatePlan]:
+    def balanced(
+        self, candidates: list[CandidatePlan], is_uneven: Callable[[CandidatePlan], bool]
+    ) -> list[CandidatePlan]:
         """Return the candidates with a pipeline again, with layers divided by their work.
 
-        Candidates whose lower bound is too slow are left out: it is that of equal ranks.
+        Candidates whose lower bound is too slow are left out: it is that of equal ranks. Of
+        candidates with equal ranks, schedule and recomputation one says whether it is worth a look.
 
         Args:
             candidates: candidates with layers divided evenly.
+            is_uneven: says whether ranks of a candidate have unequal work.
         """
         limits = self.found.limits
+        uneven: dict[Any, bool] = {}
         found = []
-        for x in candidates:
+        for x in sorted(candidates, key=attrgetter("least")):
             layout, kind = self.keys[x.cell]
-            if kind == (False, True) and x.least < (1 - TOLERANCE) * limits.of(layout, kind):
+            if kind != (False, True) or x.least > (1 - TOLERANCE) * limits.of(layout, kind):
+                continue
+            granularity = self.cells[x.cell].model.recompute_granularity
+            alike = (layout[2], x.schedule, x.chunks, granularity)
+            if alike not in uneven:
+                uneven[alike] = is_uneven(x)
+            if uneven[alike]:
                 found.append(x._replace(balanced=True))
         return found
 

@@ -145,7 +145,7 @@ class Screen:
         config = under(cell, candidate.schedule, candidate.chunks)
         try:
             if candidate.balanced:
-                counts = by_work(plan, short(config, 1), self.device)
+                counts = by_work(plan.pieces, short(config, 1), self.device)
                 if counts is None:
                     return Rejection(EVEN)
                 config = split_as(config, counts)
@@ -155,6 +155,19 @@ class Screen:
         if isinstance(judged, ExtrapolatedPlan):
             return replace(judged, balanced=candidate.balanced)
         return judged
+
+    def is_uneven(self, candidate: CandidatePlan) -> bool:
+        """Return whether ranks of a candidate have unequal work, if its layers are divided evenly.
+
+        Args:
+            candidate: a plan of the search.
+        """
+        cell = self.cells[candidate.cell]
+        few = short(under(cell, candidate.schedule, candidate.chunks), 1)
+        try:
+            return by_work(self.counted.pieces(cell), few, self.device) is not None
+        except (ConfigError, ScheduleError):
+            return False
 
     def split_by_clock(self, x: ExtrapolatedPlan) -> Config:
         """Return a plan's configuration with the layers of each stage that a clock finds best.

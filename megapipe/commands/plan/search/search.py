@@ -136,7 +136,8 @@ def search(
     screen = Screen(cells, device, machine, counted, own)
     if not found.stopped:
         with Workers(screen, jobs) as workers:
-            _judge(Judging(found, workers, cells, told), candidates, asked, left(_JUDGED))
+            judging = Judging(found, workers, cells, told)
+            _judge(judging, screen, candidates, asked, left(_JUDGED))
             if not found.stopped:
                 _finish(found, workers, screen, asked, told, left(1.0))
     # A stopped process may be in the middle of an answer that nobody waits for.
@@ -147,7 +148,11 @@ def search(
 
 
 def _judge(
-    judging: Judging, candidates: list[CandidatePlan], asked: SearchRestrictions, seconds: float
+    judging: Judging,
+    screen: Screen,
+    candidates: list[CandidatePlan],
+    asked: SearchRestrictions,
+    seconds: float,
 ) -> None:
     """Try all candidates. Plans that need too much memory are tried once more.
 
@@ -157,6 +162,7 @@ def _judge(
 
     Args:
         judging: tries the candidates, and holds the results so far in `found`.
+        screen: says whether ranks have unequal work.
         asked: the user's restrictions of the search.
         seconds: the most seconds that this may take.
     """
@@ -165,7 +171,7 @@ def _judge(
         with ends_within(seconds):
             judging.judge(candidates)
             done = len(candidates)
-            uneven = judging.balanced(candidates)
+            uneven = judging.balanced(candidates, screen.is_uneven)
             judging.judge(uneven, before=done)
             done += len(uneven)
             if "moves" not in asked.without:
