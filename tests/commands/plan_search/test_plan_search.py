@@ -10,7 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
 from small_searches import MODEL, SLOW, found_by, run_search
@@ -27,6 +27,7 @@ from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
+from megapipe.partition.layout import parse_layout
 from megapipe.plan import GIB, counts_of, make_plan, pieces_of, plan_of
 from megapipe.plan.seconds.step import timed
 from megapipe.schedule import SCHEDULES
@@ -110,6 +111,26 @@ def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, 
     check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", str(gpus)]))
     assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
     assert pasted(first.config) in report(found, Machine(memory * GIB))
+
+
+@pytest.mark.parametrize("schedule, ranks", [("1f1b", 4), ("zb-v", 2)])
+def test_layers_are_divided_by_their_work_where_the_head_takes_as_long_as_several(schedule, ranks):
+    """Four devices with a vocabulary of 128,256 were given 18.8 s, and 16.74 by hand: all waited for the head."""
+    own = "--num-layers 8 --vocab-size 4000 --global-batch-size 8"
+    found = found_by(own, ranks, pp=str(ranks), tp="1", schedule=schedule, recompute="none", sharding="no")
+    first = min(found.best.values(), key=lambda x: x.step)
+    config = first.config.with_fields(pipeline_model_parallel_layout=None)
+    steps = {}
+    for cuts in combinations_with_replacement(range(9), first.plan.schedule.placement.chain - 1):
+        counts = tuple(after - before for before, after in pairwise((0, *cuts, 8)))
+        steps[counts] = timed(replace(first.plan, counts=counts), config, SLOW).step
+    assert first.step <= 1.01 * min(steps.values())
+    even = max(steps[counts] for counts in steps if set(counts) == {8 // len(counts)})
+    assert first.step < 0.95 * even
+    assert parse_layout(first.config.parallel.pipeline_model_parallel_layout) == first.plan.counts
+    assert f"--pipeline-model-parallel-layout '{first.config.parallel.pipeline_model_parallel_layout}'" in report(
+        found, Machine(GIB)
+    )
 
 
 def test_a_layout_that_fits_only_with_some_activations_computed_again_wins_and_trains_as_it_was_found(capsys):
