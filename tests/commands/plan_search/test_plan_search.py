@@ -126,7 +126,7 @@ def test_layers_are_divided_by_their_work_where_the_head_takes_as_long_as_severa
         steps[counts] = timed(replace(first.plan, counts=counts), config, SLOW).step
     assert first.step <= 1.01 * min(steps.values())
     even = max(steps[counts] for counts in steps if set(counts) == {8 // len(counts)})
-    assert first.step < 0.95 * even
+    assert first.step < 0.99 * even
     assert parse_layout(first.config.parallel.pipeline_model_parallel_layout) == first.plan.counts
     assert f"--pipeline-model-parallel-layout '{first.config.parallel.pipeline_model_parallel_layout}'" in report(
         found, Machine(GIB)
