@@ -19,7 +19,7 @@ from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.report import YOURS, UserPlan, best_of, report, why
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
-from megapipe.commands.plan.search.telling import Telling, ends_within
+from megapipe.commands.plan.telling import Telling, ends_within
 from megapipe.commands.plan.verdict import Machine, MemoryFlags, host_of
 from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline

@@ -43,8 +43,8 @@ from megapipe.commands.plan.search.screen import (
     ExtrapolatedPlan,
     Screen,
 )
-from megapipe.commands.plan.search.telling import TimeIsUp, ends_within, settle
 from megapipe.commands.plan.search.workers import Workers
+from megapipe.commands.plan.telling import TimeIsUp, ends_within, settle
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
