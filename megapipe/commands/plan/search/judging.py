@@ -139,8 +139,9 @@ class Judging:
     ) -> list[CandidatePlan]:
         """Return the candidates with a pipeline again, with layers divided by their work.
 
-        Candidates whose lower bound is too slow are left out: it is that of equal ranks. Of
-        candidates with equal ranks, schedule and recomputation one says whether it is worth a look.
+        Candidates whose lower bound is too slow are left out, as the bound holds for equal ranks.
+        Of candidates with equal ranks, schedule and recomputation one says for all whether ranks
+        have unequal work.
 
         Args:
             candidates: candidates with layers divided evenly.
