@@ -173,7 +173,7 @@ def get_embedding_group(check_initialized: bool = True) -> Group | None:
     On ranks between it raises ConfigError, or returns None with check_initialized=False.
     """
     # A rank between both ends has no use for the group, and Megatron-LM asserts the same.
-    is_member = is_rank_in_embedding_group()
+    is_member = _current(check_initialized) is not None and is_rank_in_embedding_group()
     if check_initialized and not is_member:
         raise ConfigError(
             "parallel_state.get_embedding_group: this rank is between the pipeline's first and last"
@@ -189,7 +189,7 @@ def get_position_embedding_group(check_initialized: bool = True) -> Group | None
     On other ranks it raises ConfigError, or returns None with check_initialized=False.
     """
     # Learned positions are added on the first rank alone, so no other has a gradient of them.
-    is_member = is_rank_in_position_embedding_group()
+    is_member = _current(check_initialized) is not None and is_rank_in_position_embedding_group()
     if check_initialized and not is_member:
         raise ConfigError(
             "parallel_state.get_position_embedding_group: this rank is not the pipeline's first"

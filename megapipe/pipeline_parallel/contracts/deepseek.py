@@ -357,8 +357,8 @@ def paired_step(
         mesh: this rank's mesh.
         schedule: a table, or the name of a built-in schedule.
         modules: one per stage of this rank, in ascending stage order. A rank of DualPipe has two,
-            one of each direction: each stage is on two ranks, whose `.grad` are summed here. Empty
-            `.grad` before the call: the sum has earlier gradients of both ranks.
+            one of each direction: each stage is on two ranks, whose `.grad` are summed here. Before
+            the call `.grad` must be None or 0, as it would be summed too.
         inputs, labels: [microbatch] the tensors for the first stage, and for the criterion. All
             ranks give all of them.
         criterion: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch.
