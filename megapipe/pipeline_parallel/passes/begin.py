@@ -63,7 +63,8 @@ class Weights:
         drop: frees the weights that were gathered for a run.
         copy: copies the stage's state to a peer (P). The state may change after the wait.
         layer_done: called as (layer, number of layers) once all microbatches have added to the
-            gradients of this layer and all later ones. None if no caller needs it.
+            gradients of this layer and all later ones. Layers that are recomputed together count as
+            one. None if no caller needs it.
     """
 
     reduce: Callable[[], Callable[[], None]]

@@ -26,8 +26,8 @@ class Reporting(OfStage):
 
     Args:
         done: called as (layer, number of layers) when the gradients of the layer's weights and of
-            all later layers' weights are complete. Not called for a layer whose input needs no
-            gradient.
+            all later layers' weights are complete. Layers that are recomputed together count as
+            one. Not called for a layer whose input needs no gradient.
         last: number of the last microbatch or slice that adds to gradients. Only this one reports.
     """
 
