@@ -21,7 +21,7 @@ class LogConfig:
     # Lines of the log, and files of metrics.
     # Notes for --load are missing on purpose: how a run reports may always change.
     log_interval: Annotated[int, FROM_1] = 100
-    """Print a line after every this many steps."""
+    """Print a line after every this many steps, and after the first."""
     log_format: Literal["auto", "megatron", "short"] = "auto"
     """Form of the line. megatron: Megatron-LM's, followed by megapipe's own fields. short: for
     people, as wide as the terminal. auto: short on a terminal, else megatron. Not in

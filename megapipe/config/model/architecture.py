@@ -37,8 +37,8 @@ class ArchitectureConfig(ActivationConfig):
     hidden_size: Annotated[int | None, Required("768"), FROM_1, MUST] = None
     """Width of the hidden state between layers. Required."""
     ffn_hidden_size: Annotated[int | None, FROM_1, MUST] = None
-    """Width of the MLP, with a gate of each half. Default: 4 x --hidden-size, with --swiglu
-    4 x hidden x 2/3 rounded down to a multiple of 64."""
+    """Width of the MLP; with a gate, such as --swiglu's, of each half. Default: 4 x --hidden-size,
+    with --swiglu 4 x hidden x 2/3 rounded down to a multiple of 64."""
     num_attention_heads: Annotated[int | None, Required("12"), LISTED, MUST] = None
     """Number of query heads. Required. The tensor-parallel size must divide it."""
     kv_channels: Annotated[int | None, FROM_1, MUST, HEADS] = None
@@ -148,8 +148,9 @@ class ArchitectureConfig(ActivationConfig):
     """Round the word embedding's rows up to a multiple of this. Unlike in Megatron-LM, the
     tensor-parallel size does not enter."""
     cross_entropy_loss_fusion: Annotated[bool, FREE] = False
-    """Compute output head and loss in one operation. Above 64M logits it holds only 1M of them at
-    a time, and multiplies once more."""
+    """Compute output head and loss in one operation. Above 64M logits of a microbatch it holds a
+    block of them at a time (1M on a CPU, 256M on a GPU), and multiplies once more. A GPU that has
+    room by the plan keeps more than 64M."""
     # Who computes the layers.
     # FREE on --load: the same function by other code, up to rounding.
     model_provider: Annotated[str | None, FREE] = None

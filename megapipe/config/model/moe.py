@@ -48,7 +48,8 @@ class MoEConfig:
     """Which layers have experts. N: the layers 0, N, 2N, ... A list: the layers with a 1, such as
     ([0]*3+[1]*58)."""
     moe_ffn_hidden_size: Annotated[int | None, FROM_1, MUST, EXPERTS] = None
-    """Width of an expert, with a gate of each half. Default: --ffn-hidden-size."""
+    """Width of an expert; with a gate, such as --swiglu's, of each half. Default:
+    --ffn-hidden-size."""
     # Balance: a loss, or the choice itself.
     moe_router_topk: Annotated[int, FROM_1, MUST, EXPERTS] = 2
     """Number of experts that each token is sent to."""
@@ -119,7 +120,8 @@ class MoEConfig:
     ] = 1e-3
     """Amount by which a step changes each bias of --moe-router-enable-expert-bias."""
     moe_router_force_load_balancing: Annotated[bool, NAMED, EXPERTS] = False
-    """Replace the router's logits by random ones, for benchmarks. The model learns nothing."""
+    """Replace the router's logits by random ones, for benchmarks. All weights are still trained,
+    but the choice of experts has no meaning."""
     moe_input_jitter_eps: Annotated[float | None, BELOW_1, NAMED, EXPERTS] = None
     """Multiply the router's input by random factors from 1 - eps to 1 + eps in training. Default:
     no jitter."""
@@ -135,8 +137,8 @@ class MoEConfig:
     """Multiply an expert's input by its weight, as Llama 4, and not what its activation returns."""
     # Limits on the tokens of an expert, and how they get there.
     moe_expert_capacity_factor: Annotated[float | None, FINITE, NAMED, EXPERTS] = None
-    """Limit an expert to tokens x k / experts x this factor in each microbatch, and drop the rest.
-    Default, and below 0: drop nothing."""
+    """Limit an expert to tokens x k / experts x this factor, rounded up, in each microbatch, and
+    drop the rest. Default, and below 0: drop nothing."""
     moe_token_drop_policy: Annotated[
         Literal["probs", "position"],
         NAMED,

@@ -102,8 +102,8 @@ class Counters:
     def now(self) -> Measured | None:
         """Return the comparison of the last steps with the plan.
 
-        Returns None on a rank that does not write the log, before the third step, and in a run that
-        trains nothing.
+        Returns None on a rank that does not write the log, and in a run that trains nothing. Also
+        before the first exchange of times, after the second or third step.
         """
         return None if self._now is None else self._now()
 

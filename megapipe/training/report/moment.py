@@ -149,7 +149,7 @@ class Moment:
     def now(self) -> Measured | None:
         """Return the times of the last steps' passes, compared with the plan.
 
-        Returns None on a rank that does not write the log, and before the third step.
+        Returns None where `Counters.now` does, such as before the second or third step.
         """
         return None if self.counters is None else self.counters.now
 
