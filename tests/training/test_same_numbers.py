@@ -18,18 +18,17 @@ from tiny import STYLES
 
 from megapipe.pipeline_parallel.threads import run_threads
 
-SCHEDULES = [
-    *((2, name) for name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")),
-    *((2, name) for name in ("zb-v", "v-half", "v-min", "dualpipe-v")),
-    (4, "1f1b"),
-]
+NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))
+# test_equality.py asks of every schedule what one process trains; here, of a chain, a loop and a turn, the whole run.
+SCHEDULES = [(2, "interleaved"), (2, "zb-v"), (4, "1f1b")]
+if NIGHTLY:
+    SCHEDULES += [(2, name) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "v-half", "v-min", "dualpipe-v")]
 LAYOUTS = [{"tp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "pp": 2}, {"pp": 2, "schedule": "dualpipe"}]
 
 
 def with_a_style(cases: list[Any]) -> list[tuple[Any, str]]:
     """The styles in turn; scripts/nightly.sh trains every case with each."""
-    nightly = os.environ.get("MEGAPIPE_NIGHTLY")
-    return list(product(cases, STYLES) if nightly else zip(cases, cycle(STYLES)))
+    return list(product(cases, STYLES) if NIGHTLY else zip(cases, cycle(STYLES)))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -54,7 +53,6 @@ def test_tensor_and_data_parallel_runs_agree_to_five_digits(layout, style):
 @pytest.mark.parametrize(
     ("style", "layout"),
     [
-        ("gpt2", {"tp": 2, "pp": 2, "schedule": "1f1b"}),
         ("gpt2", {"tp": 2, "schedule": "zb-h1"}),
         ("llama", {"tp": 2, "pp": 2, "schedule": "zb-h1"}),
     ],

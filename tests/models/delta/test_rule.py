@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megapipe.distributed.tokens import Documents
 from megapipe.models.delta.rule import convolved, gated_delta_rule, numbers_of, unit
@@ -77,6 +76,9 @@ def test_strong_decays_overflow_nothing():
 
 @pytest.mark.parametrize("s", [5, 64, 200])
 def test_chunks_are_those_of_transformers_in_float32(s):
+    # Two seconds, of which no other test needs to know.
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
     q, k, v, decay, beta = (x.detach() for x in drawn(s, torch.float32))
     flat = [x.flatten(1, 2).transpose(1, 2) for x in (v, decay, beta)]
     want, _ = torch_chunk_gated_delta_rule(q.transpose(1, 2), k.transpose(1, 2), flat[0], flat[1], flat[2])

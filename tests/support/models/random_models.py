@@ -25,6 +25,8 @@ class _Transformers:
     """The library, imported when a test asks it for something: it takes two seconds, and every worker collects."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # pytest asks each name of a file whether it is a mock
         return getattr(importlib.import_module("transformers"), name)
 
 
