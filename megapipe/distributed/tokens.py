@@ -85,7 +85,7 @@ class Cut:
         return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Return full sequences from the tokens of every rank; the inverse of `take`.
+        """Return full sequences (with `piece`, the slice of each) from the tokens of every rank.
 
         Args:
             parts: each rank's tokens, in rank order.

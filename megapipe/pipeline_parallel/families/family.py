@@ -149,6 +149,8 @@ class Setting(NamedTuple):
 class Sizes(NamedTuple):
     """The numbers on which the shapes of a step's messages depend.
 
+    With one pipeline rank, which sends no message, `whole` and `here` are 0.
+
     Attributes:
         place: the rank of each stage.
         whole: shape [s, b, h] of the hidden states of whole sequences.
