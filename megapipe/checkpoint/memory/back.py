@@ -92,82 +92,161 @@ def go_back(
     before = 0
     # Of one generation in two worlds the newer one is this one's, not yet complete everywhere.
     for n, before in sorted(places, key=lambda x: (x[0], x[1] == now), reverse=True):
-        if before != now and pieces is None:
-            continue
-        slot = places[n, before]
         own = [Piece(copies.name.owner, 0, 0, copies.sizes[copies.name])]
         if before != now:
-            assert pieces is not None
+            if pieces is None:
+                continue
             own = pieces(before)
         needs = [[Piece(*x) for x in xs] for xs in world.gather_json(own)]
         has = [{name for name, generation in one if generation == n} for one in held]
-        headers = _sound(copies, world, (n, before, slot), needs, has)
-        sources = {
-            (rank, x.owner): _source(Name(before, x.owner), rank, headers)
-            for rank, xs in enumerate(needs)
-            for x in xs
-        }
-        if None in sources.values():
-            # A newer generation may be incomplete only. The oldest one shows which states are lost.
-            lost = {owner: None for (_, owner), source in sources.items() if source is None}
-            continue
-        header = next(of[name] for of in headers for name in of)
+        states = _Generation(copies, world, group, n, before, places[n, before], has)
+        headers = states.headers(needs)
         moves = []
+        missing = set()
         for rank, xs in enumerate(needs):
             for x in xs:
-                source = sources[rank, x.owner]
-                assert source is not None
-                if before != now or source != rank:
-                    moves.append(Move(source, rank, Name(before, x.owner), names[rank], x))
-        _bring(copies, world, group, slot, moves, header)
-        _keep_again(copies, world, group, slot, names, has, moves, header)
+                name = Name(before, x.owner)
+                source = _source(name, rank, headers)
+                if source is None:
+                    missing.add(x.owner)
+                elif before != now or source != rank:
+                    moves.append(Move(source, rank, name, names[rank], x))
+        if missing:
+            # A newer generation may be incomplete only. The oldest one shows which states are lost.
+            lost = dict.fromkeys(sorted(missing))
+            continue
+        header = next(of[name] for of in headers for name in of)
+        states.bring(moves, header)
+        states.keep_again(names, moves, header)
         gone: dict[int, int | None] = {}
         if before == now:
             gone = {x.target: x.source for x in moves}
         # A rank that is done removes what others may need until they are done.
         world.gather_json(None)
-        return Back(n, copies.load(n, slot), gone, reached, before)
+        return Back(n, copies.load(n, states.slot), gone, reached, before)
     copies.forget()
     return Back(None, lost=lost, reached=reached, world=before)
 
 
-def _sound(
-    copies: Copies,
-    world: Axis,
-    which: tuple[int, int, int],
-    needs: Sequence[Sequence[Piece]],
-    has: Sequence[set[Name]],
-) -> list[dict[Name, dict[str, Any]]]:
-    """Return, for each rank, the undamaged states that it keeps and some rank needs.
+@dataclass(frozen=True)
+class _Generation:
+    """The states of one step that ranks keep in memory, and how the ranks exchange them.
 
-    Checksums take time. So each rank first checks the states that it needs itself, and then only
-    states that other ranks need and do not have.
+    `headers` finds undamaged states, `bring` moves bytes between states, and `keep_again` restores
+    copies that are lost. Each is collective over the world.
 
-    Args:
-        copies: this rank's states.
+    Attributes:
+        copies: the states that this rank keeps.
         world: all ranks.
-        which: (step of the states, number of ranks then, slot 0 or 1).
-        needs: for each rank, the pieces that it needs.
-        has: for each rank, the states of that step that it keeps, by their unchecked headers.
-    Returns: for each rank, {state: its header}.
+        group: makes a process group of all ranks for CPU tensors.
+        step: the step after which the states were copied.
+        ranks: the number of ranks at that time.
+        slot: 0 or 1, the slot of all these states.
+        has: for each rank, the states that it keeps, by their unchecked headers.
     """
-    n, before, slot = which
-    rank = world.rank
-    found: list[dict[Name, dict[str, Any]]] = [{} for _ in needs]
-    wanted = {Name(before, x.owner) for x in needs[rank]}
-    for _ in range(2):
-        own = {}
-        for name in wanted & has[rank]:
-            one = copies.slot(name, slot)
-            if one.sound(n):
-                own[name.owner] = one.header()
-        for r, headers in enumerate(world.gather_json(list(own.items()))):
-            found[r] |= {Name(before, owner): header for owner, header in headers}
-        tried = wanted
-        wanted = set()
-        for r, xs in enumerate(needs):
-            wanted |= {Name(before, x.owner) for x in xs} - found[r].keys() - tried
-    return found
+
+    copies: Copies
+    world: Axis
+    group: Callable[[], Any]
+    step: int
+    ranks: int
+    slot: int
+    has: Sequence[set[Name]]
+
+    def headers(self, needs: Sequence[Sequence[Piece]]) -> list[dict[Name, dict[str, Any]]]:
+        """Return, for each rank, the undamaged states that it keeps and some rank needs.
+
+        Checksums take time. So each rank first checks the states that it needs itself, and then
+        only states that other ranks need and do not have.
+
+        Args:
+            needs: for each rank, the pieces that it needs.
+        Returns: for each rank, {state: its header}.
+        """
+        rank = self.world.rank
+        found: list[dict[Name, dict[str, Any]]] = [{} for _ in needs]
+        needed = [{Name(self.ranks, x.owner) for x in xs} for xs in needs]
+        wanted = needed[rank]
+        for _ in range(2):
+            own = {}
+            for name in wanted & self.has[rank]:
+                one = self.copies.slot(name, self.slot)
+                if one.sound(self.step):
+                    own[name.owner] = one.header()
+            for r, headers in enumerate(self.world.gather_json(list(own.items()))):
+                found[r] |= {Name(self.ranks, owner): header for owner, header in headers}
+            lacking = (names - found[r].keys() for r, names in enumerate(needed))
+            wanted = set().union(*lacking) - wanted
+        return found
+
+    def bring(self, moves: Sequence[Move], header: Mapping[str, Any]) -> None:
+        """Send the bytes of all moves, compare checksums, and mark complete states as valid.
+
+        Args:
+            moves: what goes where, the same list on all ranks.
+            header: the header of any state of the step; only the checksum in it is replaced.
+        Raises: CheckpointError on the rank that received other bytes than were sent.
+        """
+        if not moves:
+            return
+        rank = self.world.rank
+        channel: Any = None
+        if any(x.source != x.target for x in moves):
+            channel = self.group()
+        goals = {x.into: self.copies.slot(x.into, self.slot) for x in moves if x.target == rank}
+        for goal in goals.values():
+            goal.drop()
+        sums: dict[int, int] = {}
+        works = []
+        for n, (source, target, name, into, piece) in enumerate(moves):
+            if source == rank:
+                given = self.copies.slot(name, self.slot)
+                sums[n] = given.checksum(piece.at, piece.size)
+                data = given.data[piece.at : piece.at + piece.size]
+                if target != rank:
+                    works.append(channel.send([data], target, n))
+            if target == rank:
+                place = goals[into].data[piece.to : piece.to + piece.size]
+                if source == rank:
+                    place.copy_(data)
+                else:
+                    works.append(channel.recv([place], source, n))
+        for work in works:
+            work.wait()
+        sent = dict(pair for one in self.world.gather_json(list(sums.items())) for pair in one)
+        for n, (source, target, _, into, piece) in enumerate(moves):
+            if target == rank and goals[into].checksum(piece.to, piece.size) != sent[n]:
+                raise CheckpointError(
+                    f"a state has changed on its way from rank {source} to {rank}"
+                )
+        # Last: of a rank that is killed before this the state is invalid.
+        for goal in goals.values():
+            goal.seal({**header, "checksum": goal.checksum()})
+
+    def keep_again(
+        self, names: Sequence[Name], moved: Sequence[Move], header: Mapping[str, Any]
+    ) -> None:
+        """Send copies of states to the ranks that should keep them and do not have them any more.
+
+        After this every state is kept twice again.
+
+        Args:
+            names: for each rank, the name of its own state.
+            moved: the moves that `bring` has carried out.
+            header: the header of any state of the step.
+        """
+        renewed = {x.into for x in moved}
+        moves = []
+        for holder, kept in enumerate(self.world.gather_json(list(self.copies.sizes.items()))):
+            for name, size in kept:
+                state = Name(*name)
+                owner = names.index(state)
+                # The source of a rank's state has it, and others may have a damaged one.
+                is_source = any(x.into == state == x.name and x.source == holder for x in moved)
+                there = state in self.has[holder] and state not in renewed
+                if holder != owner and names[holder] != state and not (is_source or there):
+                    moves.append(Move(owner, holder, state, state, Piece(state.owner, 0, 0, size)))
+        self.bring(moves, header)
 
 
 def _source(name: Name, rank: int, headers: Sequence[Mapping[Name, object]]) -> int | None:
@@ -182,95 +261,3 @@ def _source(name: Name, rank: int, headers: Sequence[Mapping[Name, object]]) -> 
     if name in headers[rank]:
         return rank
     return next((n for n, of_rank in enumerate(headers) if name in of_rank), None)
-
-
-def _bring(
-    copies: Copies,
-    world: Axis,
-    group: Callable[[], Any],
-    slot: int,
-    moves: Sequence[Move],
-    header: Mapping[str, Any],
-) -> None:
-    """Send the bytes of all moves, compare checksums, and mark complete states as valid.
-
-    Args:
-        copies: this rank's states.
-        world: all ranks.
-        group: makes a process group of all ranks, if any move is between two ranks.
-        slot: 0 or 1, the slot of all these states.
-        moves: what goes where, the same list on all ranks.
-        header: the header of any state of the same step; only the checksum in it is replaced.
-    Raises: CheckpointError on the rank that received other bytes than were sent.
-    """
-    if not moves:
-        return
-    rank = world.rank
-    channel: Any = None
-    if any(x.source != x.target for x in moves):
-        channel = group()
-    sums: dict[int, int] = {}
-    works = []
-    for into in {x.into for x in moves if x.target == rank}:
-        copies.slot(into, slot).drop()
-    for n, (source, target, name, into, piece) in enumerate(moves):
-        if source == rank:
-            given = copies.slot(name, slot)
-            sums[n] = given.checksum(piece.at, piece.size)
-            data = given.data[piece.at : piece.at + piece.size]
-            if target != rank:
-                works.append(channel.send([data], target, n))
-        if target == rank:
-            goal = copies.slot(into, slot).data[piece.to : piece.to + piece.size]
-            if source == rank:
-                goal.copy_(data)
-            else:
-                works.append(channel.recv([goal], source, n))
-    for work in works:
-        work.wait()
-    sent = dict(pair for one in world.gather_json(list(sums.items())) for pair in one)
-    for n, (source, target, _, into, piece) in enumerate(moves):
-        got = sent[n]
-        if target == rank:
-            got = copies.slot(into, slot).checksum(piece.to, piece.size)
-        if got != sent[n]:
-            raise CheckpointError(f"a state has changed on its way from rank {source} to {rank}")
-    # Last: of a rank that is killed before this the state is invalid.
-    for into in {x.into for x in moves if x.target == rank}:
-        made = copies.slot(into, slot)
-        made.seal({**header, "checksum": made.checksum()})
-
-
-def _keep_again(
-    copies: Copies,
-    world: Axis,
-    group: Callable[[], Any],
-    slot: int,
-    names: Sequence[Name],
-    has: Sequence[set[Name]],
-    moved: Sequence[Move],
-    header: Mapping[str, Any],
-) -> None:
-    """Send copies of states to the ranks that should keep them and do not have them any more.
-
-    After this every state is kept twice again.
-
-    Args:
-        copies, world, group: this rank's states, all ranks, and a function that makes their group.
-        slot, header: the slot of all these states, 0 or 1, and the header of any of them.
-        names: for each rank, the name of its own state.
-        has: for each rank, the states that it kept before `_bring`.
-        moved: the moves that `_bring` has carried out.
-    """
-    renewed = {x.into for x in moved}
-    moves = []
-    for holder, kept in enumerate(world.gather_json(list(copies.sizes.items()))):
-        for name, size in kept:
-            state = Name(*name)
-            owner = names.index(state)
-            # The source of a rank's state has it, and others may have a damaged one.
-            is_source = any(x.into == state == x.name and x.source == holder for x in moved)
-            there = state in has[holder] and state not in renewed
-            if holder != owner and names[holder] != state and not (is_source or there):
-                moves.append(Move(owner, holder, state, state, Piece(state.owner, 0, 0, size)))
-    _bring(copies, world, group, slot, moves, header)

@@ -162,7 +162,7 @@ def _arrange(death: Death) -> None:
     elif death.place == "seal":
         owner, name = slots.Slot, "seal"
     elif death.place == "return":
-        owner, name = back, "_bring"
+        owner, name = back._Generation, "bring"
     else:
         owner, name = commit, "digest"
     of_step = death.place in ("pass", "copy", "seal")
