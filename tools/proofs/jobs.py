@@ -54,15 +54,15 @@ def _answer(work: Callable[[T], object], item: T, file: Path) -> None:
         os._exit(status)
 
 
-def kept(file: Path | None) -> list[dict[str, Any]]:
+def kept(file: str | Path | None) -> list[dict[str, Any]]:
     """Return the answers of a file, a line each; none where there is no file yet."""
-    if file is None or not file.exists():
+    if file is None or not Path(file).exists():
         return []
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
-def keep(file: Path | None, answer: dict[str, Any]) -> None:
+def keep(file: str | Path | None, answer: dict[str, Any]) -> None:
     """Append an answer to the file, at once."""
     if file is not None:
-        with file.open("a") as lines:
+        with open(file, "a") as lines:
             print(json.dumps(answer), file=lines)

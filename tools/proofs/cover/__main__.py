@@ -13,23 +13,22 @@ to a file, so that a run that was cut off goes on where it stood.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from math import comb
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from megapipe.flags.parse import parse, run
 from tools.proofs.cover.array import Array, Row
 from tools.proofs.cover.choices import (
     CHOICES,
@@ -117,46 +116,44 @@ def short(row: Row) -> str:
     return json.dumps({name: value for name, value in row.items() if value != PLAIN[name]})
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Flags:
+    """Run every legal combination of two or three choices, and compare each with one process."""
+
+    strength: Literal[2, 3] = 2
+    """Choices that are combined."""
+    seed: int = 0
+    """Of the array."""
+    jobs: int = 2
+    """Cases at a time."""
+    results: str | None = None
+    """A line for each case, appended."""
+    array: str | None = None
+    """Where the rows are kept between starts."""
+    begin_with: str | None = None
+    """An array of fewer choices or values, to which rows are added."""
+    case: str | None = None
+    """Run this one case, as printed."""
+    shrink: bool = False
+    """Make the case that differs as small as it goes."""
+    first: bool = False
+    """Stop at the first case that is not as one process."""
+    seconds: float = SECONDS
+    """Limit of each start of a case."""
+    folder: str | None = None
+    """Keep here what runs leave, among it those of one process."""
+    references: str | None = None
+    """A --folder whose runs of one process are trusted if a case agrees."""
+
+
+def main(argv: Sequence[str]) -> int:
     """Make the array, run it, and report the findings. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--strength", type=int, choices=(2, 3), default=2, help="choices that are combined"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the array")
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    parser.add_argument("--results", type=Path, help="a line for each case, appended")
-    parser.add_argument("--array", type=Path, help="where the rows are kept between starts")
-    parser.add_argument(
-        "--begin-with",
-        type=Path,
-        help="an array of fewer choices or values, to which rows are added",
-    )
-    parser.add_argument("--case", help="run this one case, as printed")
-    parser.add_argument(
-        "--shrink", action="store_true", help="make the case that differs as small as it goes"
-    )
-    parser.add_argument(
-        "--first", action="store_true", help="stop at the first case that is not as one process"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="limit of each start of a case"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="keep here what runs leave, among it those of one process"
-    )
-    parser.add_argument(
-        "--references",
-        type=Path,
-        help="a --folder whose runs of one process are trusted if a case agrees",
-    )
-    options = parser.parse_args()
+    options = parse(Flags, argv)
     torch.set_num_threads(1)
     warm()
     with tempfile.TemporaryDirectory(prefix="cover-") as folder:
-        runs = Runs(options.folder or Path(folder), options.seconds, options.references)
+        references = Path(options.references) if options.references else None
+        runs = Runs(Path(options.folder or folder), options.seconds, references)
         if options.case:
             return _one(PLAIN | json.loads(options.case), runs, shrink=options.shrink)
         return _all(options, runs)
@@ -192,7 +189,7 @@ def _one(row: Row, runs: Runs, *, shrink: bool) -> int:
     return int(verdict.result != "same")
 
 
-def _all(options: argparse.Namespace, runs: Runs) -> int:
+def _all(options: Flags, runs: Runs) -> int:
     begun = time.monotonic()
     made, refused = _rows(options)
     print(f"{len(made)} cases, made in {time.monotonic() - begun:.0f} s", flush=True)
@@ -214,15 +211,16 @@ def _all(options: argparse.Namespace, runs: Runs) -> int:
     return int(any(verdict.result != "same" for verdict in verdicts))
 
 
-def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
+def _rows(options: Flags) -> tuple[list[Row], dict[str, str]]:
     """Return the rows of the array, and the refused combinations with the sentences that refuse
     them.
     """
-    if options.array and options.array.exists():
-        there = json.loads(options.array.read_text())
+    at = Path(options.array) if options.array else None
+    if at and at.exists():
+        there = json.loads(at.read_text())
         return [PLAIN | row for row in there["rows"]], there["refused"]
-    begun = json.loads(options.begin_with.read_text()) if options.begin_with else None
-    made = array(options.strength, options.seed, begun, options.array)
+    begun = json.loads(Path(options.begin_with).read_text()) if options.begin_with else None
+    made = array(options.strength, options.seed, begun, at)
     return made.rows, _named(made)
 
 
@@ -251,4 +249,4 @@ def _report(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)
