@@ -172,21 +172,19 @@ class Background:
     ) -> None:
         """Copy the tensors and let the writer save the copy. The tensors may change afterwards.
 
+        Collective over the world.
+
         Args:
             folder: the temporary folder made by `commit.begin`.
             iteration: the checkpoint's iteration.
             tensors: this rank's tensors by global name.
             texts: {file name: content} of text files, which the first rank writes.
+        Raises: CheckpointError on all ranks if any of them cannot copy or has no writer.
         """
-        assert self._buffer is not None, "a save has been learned from"
-        if self._writer is None or self._writer.poll() is not None:
-            self._end_writer()
-            self._start_writer()
+        # Before any writer begins: it would wait for the files of a rank that has failed.
+        together(self._mesh, lambda: self._copy(tensors), folder)
         assert self._writer is not None, "just started"
         assert self._writer.stdin is not None, "a pipe"
-        for key, (at, size) in self._places.items():
-            flat = _local(tensors[key]).detach().contiguous().view(-1)
-            self._buffer[at : at + size].copy_(flat.view(torch.uint8))
         world = self._mesh.world
         self._job = Job(
             folder=str(folder),
@@ -203,6 +201,16 @@ class Background:
         with suppress(OSError):
             self._writer.stdin.write(json.dumps(self._job).encode() + b"\n")
             self._writer.stdin.flush()
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors to the shared memory, and start a writer if none is there."""
+        assert self._buffer is not None, "a save has been learned from"
+        if self._writer is None or self._writer.poll() is not None:
+            self._end_writer()
+            self._start_writer()
+        for key, (at, size) in self._places.items():
+            flat = _local(tensors[key]).detach().contiguous().view(-1)
+            self._buffer[at : at + size].copy_(flat.view(torch.uint8))
 
     def poll(self, *, wait: bool = False) -> str | None:
         """Return how the current save has ended on this rank.

@@ -171,23 +171,24 @@ def save_checkpoint(
         saved = shards.saved_by(optimizer, with_state=kept is not None)
         tensors = shards.tensors_of(stages, saved, mesh)
         if background is not None and background.fits(tensors):
-            shards.fill(tensors, saved.shards, background.keys)
+            shards.fill(folder, tensors, saved.shards, background.keys, mesh)
             background.start(folder, iteration, tensors, {STATE: text})
             return None
-        writer = together(mesh, lambda: shards.write(folder, tensors, saved.shards, mesh), folder)
+        written = shards.write(folder, tensors, saved.shards, mesh)
         on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
         # Each rank reads its own files back: a listing of a shared folder may lack files that
         # others have just made.
-        mine = [*writer.mine]
+        mine = [*written]
         if mesh.world.rank == 0:
             mine.append(STATE)
         parts = mesh.world.gather_json(together(mesh, lambda: commit.digest(folder, mine)))
         files = dict(pair for part in parts for pair in part.items())
-        on_first(mesh, lambda: shards.all_there(folder, writer.everyones, files))
+        everyones = [name for names in mesh.world.gather_json(written) for name in names]
+        on_first(mesh, lambda: shards.all_there(folder, everyones, files))
         done = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
         # The first save shows the writer the form of all that follow.
         if background is not None:
-            together(mesh, lambda: background.learn(done, writer.mine))
+            together(mesh, lambda: background.learn(done, written))
     except CheckpointError:
         if mesh.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -7,9 +7,8 @@ torch's distributed checkpoint writes the parts and reads any others.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,44 +36,46 @@ from megapipe.distributed.layout import (
     saved_tensors,
     whole_name,
 )
-from megapipe.distributed.meeting.together import room
+from megapipe.distributed.meeting.together import failure, together
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.optim.optimizer import Optimizer
-from megapipe.optim.sharded.saved import Saved, SavedShard, allocate, has_memory
+from megapipe.optim.sharded.saved import Saved, SavedShard, allocate, has_memory, room_for
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """A writer of safetensors files for torch's distributed checkpoint, which remembers file names.
+    """A writer of safetensors files, whose tensors torch's distributed checkpoint chooses.
 
-    torch calls `write_data` on every rank, and `finish` on the first one.
+    torch calls `write_data` on every rank. Nothing is written then: `keys` are the tensors that
+    this rank is to write, and `write_files` writes them later, without torch's collectives.
 
     Args:
         folder: where the files are written.
-        fill: called on every rank with the keys of the tensors that this rank writes.
-
-    Attributes:
-        mine: names of the files that this rank has written.
-        everyones: on the first rank, names of the files of all ranks; elsewhere none.
     """
 
-    mine: tuple[str, ...] = ()
-    everyones: tuple[str, ...] = ()
-
-    def __init__(self, folder: Path, fill: Callable[[Collection[str]], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), save_distributed=True)
-        self._fill = fill
+        self._plan = SavePlan([])
+        self._planner: SavePlanner | None = None
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of the tensors that this rank writes."""
+        return {item.index.fqn for item in self._plan.items}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        # Not earlier: only now torch has divided the writing among the ranks.
-        self._fill({item.index.fqn for item in plan.items})
-        written = super().write_data(plan, planner)
-        self.mine = _names([written.value()])
-        return written
+        self._plan = plan
+        self._planner = planner
+        nothing = Future[list[WriteResult]]()
+        nothing.set_result([])
+        return nothing
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.everyones = _names(results)
-        super().finish(metadata, results)
+    def write_files(self) -> tuple[str, ...]:
+        """Write this rank's tensors, and return the names of their files."""
+        assert self._planner is not None, "torch has chosen the tensors"
+        written = super().write_data(self._plan, self._planner).value()
+        # A file has many tensors.
+        return tuple(dict.fromkeys(result.storage_data.relative_path for result in written))
 
 
 class ShardReader(HuggingFaceStorageReader):
@@ -101,40 +102,80 @@ def saved_by(optimizer: Optimizer | None, *, with_state: bool) -> Saved:
 
 
 def fill(
-    tensors: Mapping[str, Tensor], shards: Sequence[SavedShard], keys: Collection[str]
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    shards: Sequence[SavedShard],
+    keys: Collection[str],
+    mesh: ProcessMesh,
 ) -> None:
     """Give the tensors with these keys their values, gathering one shard at a time. Collective.
 
     Args:
+        folder: the checkpoint, for errors.
         tensors: this rank's tensors by key.
         shards: the shards whose full tensors are among `tensors`.
         keys: the keys of the tensors that this rank writes.
+    Raises: CheckpointError on all ranks with the failure of each rank.
     """
-    for key in keys:
-        allocate(_local(tensors[key]))
+    rank = mesh.world.rank
+
+    def allocate_all() -> Tensor | None:
+        with _failures(folder, rank):
+            for key in keys:
+                allocate(_local(tensors[key]))
+            return room_for(shards)
+
+    # All memory first, on all ranks: whoever lacks some later would leave the others in a gather.
+    memory = together(mesh, allocate_all)
+    failed = None
     # A rank gathers all shards, though it may keep none: the others need its part.
     for shard in shards:
-        shard.gather()
+        flat = shard.gather(memory)
+        try:
+            shard.copy(flat)
+        except Exception as error:
+            failed = error
+
+    def report() -> None:
+        with _failures(folder, rank):
+            if failed is not None:
+                raise failed
+
+    together(mesh, report)
 
 
 def write(
     folder: Path, tensors: dict[str, Tensor], shards: Sequence[SavedShard], mesh: ProcessMesh
-) -> ShardWriter:
-    """Write the tensors of all ranks, and return the writer, which has the files' names.
-
-    Collective.
+) -> tuple[str, ...]:
+    """Write this rank's part of the tensors, and return the names of its files. Collective.
 
     Args:
         folder: where the files are written.
         tensors: this rank's tensors by key.
         shards: the shards whose full tensors are among `tensors`.
-    Raises: CheckpointError with the failure of each rank.
+    Raises: CheckpointError on all ranks with the failure of each rank.
     """
-    writer = ShardWriter(folder, partial(fill, tensors, shards))
+    rank = mesh.world.rank
+    writer = ShardWriter(folder)
     alone = mesh.device_mesh is None
-    with _failures(folder):
-        save(tensors, storage_writer=writer, no_dist=alone)
-    return writer
+
+    def choose() -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                save(tensors, storage_writer=writer, no_dist=alone)
+        except CheckpointException as error:
+            failures = error.failures.items()
+            raise CheckpointError([failure(folder, n, why) for n, (why, _) in failures]) from error
+
+    def write_files() -> tuple[str, ...]:
+        with _failures(folder, rank):
+            return writer.write_files()
+
+    # Shapes alone divide the writing among the ranks. Only then a rank knows what it needs.
+    together(mesh, choose, folder)
+    fill(folder, tensors, shards, writer.keys, mesh)
+    return together(mesh, write_files)
 
 
 def read(
@@ -148,7 +189,7 @@ def read(
         folder: the checkpoint.
         tensors: this rank's tensors by key.
         shards: the shards whose full tensors are among `tensors`.
-    Raises: CheckpointError if the files cannot be read.
+    Raises: CheckpointError if the files cannot be read, or the rank has no memory for them.
     """
     reader = ShardReader(str(folder))
     full = {key: x for key, x in tensors.items() if not has_memory(_local(x))}
@@ -232,13 +273,12 @@ def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
 
 
 @contextmanager
-def _failures(folder: Path, alone: int | None = None) -> Iterator[None]:
-    """Return a context in which a failure of torch.distributed.checkpoint becomes our error.
+def _failures(folder: Path, rank: int) -> Iterator[None]:
+    """Return a context in which a failure of this rank becomes a CheckpointError.
 
     Args:
         folder: the checkpoint, for the error.
-        alone: this rank's number, if it calls torch alone; torch then takes it for rank 0.
-    Raises: CheckpointError with the failure of each rank.
+        rank: this rank's number.
     """
     try:
         # A rank that calls alone gives torch no process group, and torch warns of that.
@@ -246,27 +286,16 @@ def _failures(folder: Path, alone: int | None = None) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        raise CheckpointError(
-            [
-                f"{folder}, on rank {rank if alone is None else alone}: {why}{room(why, folder)}"
-                for rank, (why, _) in error.failures.items()
-            ]
-        ) from error
+        # torch takes a rank that calls alone for rank 0.
+        for why, _ in error.failures.values():
+            raise CheckpointError(failure(folder, rank, why)) from error
+    except Exception as error:
+        raise CheckpointError(failure(folder, rank, error)) from error
 
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:
-    """Return the names of the files in torch's results of writing, each once.
-
-    Args:
-        results: for each rank, a result for each tensor that it wrote.
-    """
-    found = [result.storage_data.relative_path for row in results for result in row]
-    return tuple(dict.fromkeys(found))
 
 
 def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:

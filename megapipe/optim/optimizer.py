@@ -219,7 +219,7 @@ class Optimizer:
         saved = self.saved()
         for shard in saved.shards:
             shard.allocate()
-            shard.gather()
+            shard.copy(shard.gather())
         return saved.state
 
     def saved(self, *, with_state: bool = True) -> Saved:

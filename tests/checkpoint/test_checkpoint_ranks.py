@@ -1,7 +1,9 @@
 """A checkpoint of any layout is gone on from under any other, bit for bit, and all ranks stop together."""
 
 import os
+import re
 import struct
+import time
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import toy_run
 from rank_pool import WORLD
 from toy_run import SINGLE, Run
 
+from megapipe.checkpoint import commit
 from megapipe.config import CheckpointConfig
 
 
@@ -82,6 +85,37 @@ def test_an_error_on_one_rank_stops_all_with_the_same_text(pool, tmp_path):
     size = shard.stat().st_size
     text = f"{shard} has {size} bytes, not {size + 1}. Load another iteration with --ckpt-step"
     assert pool.run(toy_run.damaged_load, [(1, 1, 4)], folder) == [(text,)] * WORLD
+
+
+@pytest.mark.parametrize(
+    ("what", "waits"),
+    [
+        ("memory", True),
+        ("room", False),
+        ("copy", True),
+        ("file", True),
+        ("memory", False),
+        ("writer", False),
+        ("own memory", False),
+    ],
+)
+def test_a_save_that_fails_on_some_ranks_fails_on_all_with_the_reason_of_each(pool, tmp_path, what, waits):
+    """A rank without memory for what it writes left the others in the gathering of shards until the time-out."""
+    begun = time.monotonic()
+    for found, left, there in pool.run(toy_run.failing_stream, [(1, 4, 1)], tmp_path, what, waits):
+        texts = [re.sub(r"tmp-\w+", "tmp", text).partition(" (")[0] for text in found]
+        assert texts == toy_run.told(tmp_path / "iter_0000004.tmp", what)
+        assert left == ["iter_0000002", commit.POINTER]
+        assert there == [2, 6]
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("what", ["read", "share"])
+def test_a_load_that_fails_on_some_ranks_fails_on_all_with_the_reason_of_each(pool, tmp_path, what):
+    folder = pool.run(toy_run.save, [(1, 4, 1)], tmp_path)[0]
+    for found, wrong in pool.run(toy_run.failing_read, [(1, 4, 1)], folder, what):
+        assert list(found) == toy_run.told(folder, what)
+        assert wrong == []
 
 
 def test_a_rank_without_memory_for_saves_beside_steps_stops_all_with_the_same_text(pool, tmp_path):

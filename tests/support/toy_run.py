@@ -1,11 +1,13 @@
 """A model that is only parameters, in training under any mesh: what checkpoint tests save and load."""
 
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from whole_step import take_step
 
@@ -17,6 +19,7 @@ from megapipe.distributed.layout import Layout, set_layout
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 from megapipe.optim.optimizer import Optimizer
+from megapipe.optim.sharded.saved import SavedShard
 
 LAYERS = 11
 EMBEDDING, HEAD = "embedding.weight", "output_layer.weight"
@@ -194,6 +197,71 @@ def unlearned_save(mesh, root):
         return problems(lambda: Run(mesh).save(root, 1, background=background))
     finally:
         background.close()
+
+
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"
+FAILURES = {
+    "memory": (shards, "allocate", RuntimeError(NO_MEMORY), f"no memory for its tensors: {NO_MEMORY}"),
+    "room": (shards, "room_for", MemoryError(), "no memory for its tensors: MemoryError"),
+    "copy": (SavedShard, "copy", RuntimeError("no such bucket"), "no such bucket"),
+    "file": (FileSystemWriter, "_write_data", OSError(28, "No space"), "[Errno 28] No space"),
+    "writer": (Background, "_start_writer", OSError(11, "no process"), "no process"),
+    "own memory": (Background, "_copy", MemoryError(), "no memory for its tensors: MemoryError"),
+    "read": (shards, "load", OSError(5, "Input/output error"), "[Errno 5] Input/output error"),
+    "share": (SavedShard, "allocate", MemoryError(), "no memory for its tensors: MemoryError"),
+}
+"""What may fail on a rank: the owner and the name of a function, its error, and the words that say so."""
+
+
+def told(folder, what):
+    """All problems of a save or load in which `what` fails on ranks 1 and 2."""
+    words = FAILURES[what][-1]
+    # The process that writes is the system's to refuse, as a file is.
+    return [f"{folder}: {words}"] if what == "writer" else [f"{folder}, on rank {n}: {words}" for n in (1, 2)]
+
+
+@contextmanager
+def failing(mesh, what):
+    owner, name, error, _ = FAILURES[what]
+    real = getattr(owner, name)
+
+    def fails(*args, **kwargs):
+        raise error
+
+    if mesh.world.rank in (1, 2):
+        setattr(owner, name, fails)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+def failing_stream(mesh, root, what, waits):
+    """A save, one that fails on two ranks, and one after it. Returns problems, names after them, and iterations."""
+    background, run = None if waits else Background(mesh), Run(mesh, shares="all")
+    try:
+        run.train(1, 2).save(root, 2, background=background)
+        if what == "writer" and background:
+            background._end_writer()
+        with failing(mesh, what):
+            found = problems(lambda: run.train(3, 4).save(root, 4, background=background))
+        mesh.world.barrier()  # the first rank removes what the others had begun
+        left = sorted(path.name for path in root.iterdir())
+        run.train(5, 6).save(root, 6, background=background)
+        if background:
+            background.finish()
+    finally:
+        if background:
+            background.close()
+    return found, left, commit.iterations_in(root)
+
+
+def failing_read(mesh, folder, what):
+    run = Run(mesh, shares="all")
+    with failing(mesh, what):
+        found = problems(lambda: run.load(folder))
+    run.load(folder)
+    return found, run.differing(Run(SINGLE).train(1, 2))
 
 
 def damaged_load(mesh, folder):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from megapipe.distributed.device import lacks_memory
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 
@@ -36,7 +37,8 @@ def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = Non
         work: the function.
         folder: the folder to which `work` writes, for the message about a full disk; or None.
     Raises: if `work` raises on any rank, the same CheckpointError on all ranks. Only a rank whose
-        own error is neither a CheckpointError nor an OSError raises its own error unchanged.
+        own error is neither a CheckpointError nor an OSError, nor a lack of memory, raises its own
+        error unchanged.
     """
     problems: list[str] = []
     unexpected: Exception | None = None
@@ -49,8 +51,12 @@ def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = Non
         name = error.filename or folder or "checkpoint"
         problems.append(f"{name}: {error.strerror or error}{room(error, folder)}")
     except Exception as error:
-        unexpected = error
-        problems.append(f"on rank {mesh.world.rank}: {type(error).__name__}: {error}")
+        rank = mesh.world.rank
+        if lacks_memory(error):
+            problems.append(failure(folder or "checkpoint", rank, error))
+        else:
+            unexpected = error
+            problems.append(f"on rank {rank}: {type(error).__name__}: {error}")
     # Every rank gathers, also a rank with an error: the others wait for it here.
     everyone = mesh.world.gather_json(problems)
     if unexpected is not None:
@@ -69,6 +75,16 @@ def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
     """
     # Sorted, because ranks may list a folder in different orders.
     return sorted(names)[mesh.world.rank :: mesh.world.size]
+
+
+def failure(folder: Path | str, rank: int, error: BaseException) -> str:
+    """Return a text on the failure of a rank that saves or loads a folder."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, Exception) and lacks_memory(error):
+        # Further lines have advice on allocators.
+        text = f"no memory for its tensors: {text.splitlines()[0]}"
+    note = room(error, folder) if isinstance(folder, Path) else ""
+    return f"{folder}, on rank {rank}: {text}{note}"
 
 
 def room(error: BaseException, folder: Path | None) -> str:

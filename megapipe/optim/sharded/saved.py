@@ -6,6 +6,7 @@ only while they are written or read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from megapipe.optim.buffers import FlatBuffers
 class SavedShard:
     """This rank's share of a bucket's weights, or of one tensor of the bucket's optimizer state.
 
-    To save, some tensors of `full` are given memory, and `gather` writes their values. To load,
-    `allocate` gives all of them memory, and after the reading `keep` takes this rank's share.
+    To save, some tensors of `full` are given memory, `gather` gathers the bucket, and `copy` writes
+    their values. To load, `allocate` gives all of them memory, and after the reading `keep` takes
+    this rank's share.
 
     Args:
         buffers: the bucket.
@@ -43,12 +45,34 @@ class SavedShard:
         for full in self.full.values():
             allocate(full)
 
-    def gather(self) -> None:
-        """Gather the bucket, and copy it to the full tensors that have memory on this rank.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered bucket."""
+        return self._flat.nbytes * self._buffers.shares.size
 
-        Collective over data parallelism. Ranks may keep different tensors.
+    def new_room(self, nbytes: int) -> Tensor:
+        """Return new memory of the bucket's device, to gather into."""
+        return self._flat.new_empty(nbytes, dtype=torch.uint8)
+
+    def gather(self, room: Tensor | None = None) -> Tensor:
+        """Gather the bucket, and return it as a flat tensor.
+
+        Collective over data parallelism.
+
+        Args:
+            room: memory for the bucket, of at least `nbytes`; None for new memory.
         """
-        flat = self._buffers.gathered(self._flat)
+        into = None if room is None else room[: self.nbytes].view(self._flat.dtype)
+        return self._buffers.gathered(self._flat, into)
+
+    def copy(self, flat: Tensor) -> None:
+        """Copy a gathered bucket to the full tensors that have memory on this rank.
+
+        Ranks may keep different tensors.
+
+        Args:
+            flat: the result of `gather`.
+        """
         for name, full in self.full.items():
             if has_memory(full):
                 full.copy_(self._buffers.view(flat, name))
@@ -75,6 +99,13 @@ class Saved(NamedTuple):
     weights: dict[str, Tensor]
     state: dict[str, dict[str, Tensor]]
     shards: list[SavedShard]
+
+
+def room_for(shards: Sequence[SavedShard]) -> Tensor | None:
+    """Return memory to gather any of these shards into; None if there are none."""
+    if not shards:
+        return None
+    return shards[0].new_room(max(shard.nbytes for shard in shards))
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_checkpoint_has_a_tied_weight_that_a_depth_repeats_on_a_rank_without_i
         run = run_of(mesh, replace(plain, parallel=replace(plain.parallel, **parallel))).run
         of_rank = run.optimizer.saved()
         tensors = shards.tensors_of(run.modules, of_rank, mesh)
-        shards.fill(tensors, of_rank.shards, tensors.keys())
+        shards.fill(Path("none"), tensors, of_rank.shards, tensors.keys(), mesh)
         return {key: x.clone() for key, x in tensors.items()}
 
     datasets()
