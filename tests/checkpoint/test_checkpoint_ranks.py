@@ -110,6 +110,26 @@ def test_a_save_that_fails_on_some_ranks_fails_on_all_with_the_reason_of_each(po
     assert time.monotonic() - begun < 20
 
 
+@pytest.mark.parametrize("shares", ["nothing", "all"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_disk_that_is_full_in_a_save_leaves_the_last_checkpoint_and_the_next_save_works(
+    pool, tmp_path, shares, waits
+):
+    """Whether a rank writes its own tensors or what it has gathered of shards: the same words, and the same after."""
+    begun = time.monotonic()
+    for found, left, wrong in pool.run(toy_run.full_disk, [(1, 2, 2)], tmp_path, shares, waits):
+        texts = {re.sub(r"tmp-\w+", "tmp", text).partition(" (")[0] for text in found}
+        folder = tmp_path / "iter_0000004.tmp"
+        if waits:
+            assert texts == {f"{folder}, on rank 2: [Errno 27] File too large"}
+        else:
+            others = "iteration 4: another rank could not write its part"
+            assert texts == {f"iteration 4: {folder}: [Errno 27] File too large", others}
+        assert left == ["iter_0000002", commit.POINTER]
+        assert wrong == []
+    assert time.monotonic() - begun < 20
+
+
 @pytest.mark.parametrize("what", ["read", "share"])
 def test_a_load_that_fails_on_some_ranks_fails_on_all_with_the_reason_of_each(pool, tmp_path, what):
     folder = pool.run(toy_run.save, [(1, 4, 1)], tmp_path)[0]

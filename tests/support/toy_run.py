@@ -1,5 +1,7 @@
 """A model that is only parameters, in training under any mesh: what checkpoint tests save and load."""
 
+import os
+import resource
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -254,6 +256,34 @@ def failing_stream(mesh, root, what, waits):
         if background:
             background.close()
     return found, left, commit.iterations_in(root)
+
+
+def full_disk(mesh, root, shares, waits):
+    """A save, one in which rank 2's files may have 100 bytes, and one after it. Returns problems and iterations."""
+    background, run = None if waits else Background(mesh), Run(mesh, shares=shares)
+    run.train(1, 2).save(root, 2, background=background)
+    pid = os.getpid() if waits else background._writer.pid
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    if mesh.world.rank == 2:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        if waits:
+            found = problems(lambda: run.train(3, 4).save(root, 4))
+        else:
+            assert run.train(3, 4).save(root, 4, background=background) is None
+            run.train(5, 5)
+            found = problems(background.finish)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    mesh.world.barrier()  # the first rank removes what the others had begun
+    left = sorted(path.name for path in root.iterdir())
+    run.train(5 if waits else 6, 6).save(root, 6, background=background)
+    if background:
+        background.finish()
+        background.close()
+    again = Run(mesh, shares=shares)
+    again.load(root / "iter_0000006")
+    return found, left, again.differing(Run(SINGLE).train(1, 6))
 
 
 def failing_read(mesh, folder, what):
