@@ -23,7 +23,6 @@ from megapipe.checkpoint import commit
 from megapipe.checkpoint.background import Background
 from megapipe.checkpoint.resume import changed_settings, resume_problems, settings, unnamed
 from megapipe.config import CheckpointConfig, Config
-from megapipe.distributed.layout import layout_of
 from megapipe.distributed.meeting.together import on_first, share_of, together
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
@@ -270,13 +269,7 @@ def load_checkpoint(
     together(mesh, lambda: facts.compare(folder, needed, with_optimizer is not None))
     together(mesh, lambda: shards.read(folder, tensors, saved.shards, mesh))
     shards.from_twins(stages, mesh)
-    # The copy of a tied weight, where it lies on its owner's rank and was not read itself. A
-    # trained one is its owner's memory, which may be released at this time.
-    params = dict(pair for stage in stages for pair in stage.named_parameters())
-    for param in params.values():
-        owner = params.get(layout_of(param).tied_to or "")
-        if owner is not None and not param.is_set_to(owner):
-            param.data.copy_(owner.data)
+    shards.to_uses(stages)
     if with_optimizer is not None:
         with_optimizer.steps = content["optimizer_steps"]
     # Main parameters follow the weights if they were not read.

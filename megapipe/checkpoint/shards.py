@@ -272,6 +272,24 @@ def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
             mesh.twins.broadcast(param.detach(), mesh.twins.ranks.index(mesh.pp.ranks[share]))
 
 
+def to_uses(stages: Sequence[nn.Module]) -> None:
+    """Copy each weight that was read to the other parameters of this rank that repeat it.
+
+    `tensors_of` has one parameter for each key: the owner of a tied weight, or on a rank without
+    the owner the last use.
+
+    Args:
+        stages: this rank's stages, whose parameters are filled.
+    """
+    params = dict(pair for stage in stages for pair in stage.named_parameters())
+    uses = {name: layout_of(param).tied_to for name, param in params.items()}
+    read = {owner: params[name] for name, owner in uses.items() if owner is not None} | params
+    for name, owner in uses.items():
+        # Trained uses are one memory, which may be released at this time.
+        if owner is not None and not params[name].is_set_to(read[owner]):
+            params[name].data.copy_(read[owner].data)
+
+
 @contextmanager
 def _failures(folder: Path, rank: int) -> Iterator[None]:
     """Return a context in which a failure of this rank becomes a CheckpointError.
