@@ -62,7 +62,7 @@ def ready(mesh, model, parallel, steps, fields, frozen, **checkpoint):
         parallel=replace(run.parallel, **parallel),
         batch=replace(run.batch, micro_batch_size=1, train_iters=steps),
         optimizer=replace(run.optimizer, lr_decay_iters=20),
-        checkpoint=CheckpointConfig(save_interval=steps, **checkpoint),
+        checkpoint=CheckpointConfig(**{"save_interval": steps} | checkpoint),
     )
     provider = with_frozen_ends if frozen else gpt_provider
     eod = build_tokenizer(run.data).eod
