@@ -367,12 +367,12 @@ class FlatBuffers:
         if self._passing is not None and self._passing.there:
             self.shard.copy_(self.model[self.share])
 
-    def gathered(self, flat: Tensor) -> Tensor:
-        """Return a full flat tensor, gathered from each rank's share in `flat`.
+    def gathered(self, flat: Tensor, into: Tensor | None = None) -> Tensor:
+        """Return a full flat tensor, in `into` or new memory, gathered from each rank's `flat`.
 
         Collective over data parallelism. Without ZeRO-1 it returns `flat` itself.
         """
-        return self.shares.all_gather(flat) if self.shares.size > 1 else flat
+        return self.shares.start_all_gather(flat, into).wait()
 
     def copy_main_to_model(self) -> None:
         """Round the updated main parameters to the model's dtype."""

@@ -76,7 +76,7 @@ def test_a_run_with_shards_of_weights_starts_with_one_stage_of_them_on_a_device_
         started = optimizer.live.peak
         gathered = []
         for b in optimizer.buffers:
-            b.gathered = lambda flat, real=b.gathered: gathered.append(real(flat)) or gathered[-1]
+            b.gathered = lambda *given, real=b.gathered: gathered.append(real(*given)) or gathered[-1]
         optimizer.state()
         return started, max(x.nbytes for x in gathered), len(gathered)
 

@@ -63,7 +63,7 @@ class SavedShard:
             room: memory for the bucket, of at least `nbytes`; None for new memory.
         """
         into = None if room is None else room[: self.nbytes].view(self._flat.dtype)
-        return self._buffers.shares.start_all_gather(self._flat, into).wait()
+        return self._buffers.gathered(self._flat, into)
 
     def copy(self, flat: Tensor) -> None:
         """Copy a gathered bucket to the full tensors that have memory on this rank.
