@@ -131,7 +131,8 @@ CONTEXT = {"p2p": (2, 1, 1), "all_gather": (2, 2, 1), "a2a": (2, 1, 2)}  # cp, t
 def test_context_parallel_ranks_train_what_one_process_trains(schedule, way, settings):
     """With dropout. The fuzzer draws all schedules and ways."""
     cp, tp, dp = CONTEXT[way]
-    case = case_of(schedule, 2, 4, cp=cp, tp=tp, dp=dp, way=way, steps=2, style="llama", **settings)
+    steps = 2 if NIGHTLY else 1  # the loss of a validation after a step tells of its update
+    case = case_of(schedule, 2, 1, cp=cp, tp=tp, dp=dp, way=way, steps=steps, style="llama", **settings)
     ranks = run_threads(lambda mesh: train(mesh, case), cp=cp, tp=tp, dp=dp, pp=2, timeout_s=120)
     assert differences(case, ranks) == []
 
