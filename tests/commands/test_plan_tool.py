@@ -3,13 +3,17 @@
 import json
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from programs import run
 
 from megapipe.commands.main import command
+from megapipe.commands.plan.telling import goes_on, slow
+from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
 from megapipe.schedule.costs_file import load_costs
 
 MODEL = (
@@ -213,6 +217,22 @@ def test_a_plan_that_only_full_recomputation_makes_fit_is_given_that(capsys):
     memory = str((peaks[2] + min(peaks[:2])) / 2)
     command("plan")([*line, "--memory-gib", memory, "--reserved-gib", "0"])
     assert "one change alone makes it fit: --recompute-granularity full: " in capsys.readouterr().out
+
+
+def test_a_plan_that_takes_long_says_so_within_two_seconds(capsys):
+    """A vocabulary on all ranks within a memory limit took two minutes without a word."""
+    own = parse(Config, [*MODEL.split(), "--vocab-parallel-pipeline", "--memory-limit-gib", "1"])
+    began = time.monotonic()
+    said = ""
+    with goes_on(f"making the plan{slow(own)}"):
+        while "making" not in said and time.monotonic() < began + 60:
+            time.sleep(0.05)
+            said += capsys.readouterr().err
+    assert re.match(
+        r"\d+ s: making the plan; --memory-limit-gib with --vocab-parallel-pipeline may take minutes\n", said
+    )
+    assert float(said.split()[0]) <= 2
+    assert "limit" not in slow(parse(Config, MODEL.split()))
 
 
 def told(line: list[str], capsys) -> dict:

@@ -19,6 +19,7 @@ from megapipe.commands.plan.one_change import one_change_of
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import joined
 from megapipe.commands.plan.searched import SearchFlags, searched, sought
+from megapipe.commands.plan.telling import goes_on, slow
 from megapipe.commands.plan.verdict import host_of
 from megapipe.config import CheckConfig, Config
 from megapipe.data.files import file_problems, write_complete
@@ -108,7 +109,8 @@ def main(argv: Sequence[str]) -> None:
     if flags.costs is not None:
         config = config.with_fields(pipeline_costs=flags.costs)
     config, unknown = _ready(config)
-    plan = make_plan(config)
+    with goes_on(f"making the plan{slow(config)}"):
+        plan = make_plan(config)
     device = device_of(config) or Device()
     # A user who wants another layout pastes this flag and changes it.
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
@@ -117,6 +119,8 @@ def main(argv: Sequence[str]) -> None:
     if flags.memory_gib is not None:
         machine = flags.machine(device, config.world_size)
         verdict = f"a device has {machine}\n{machine.fits(plan, config)}"
+    with goes_on("trying changes of one flag"):
+        changed = one_change_of(plan, config, device, machine)
     text = [
         # --world-size and --rates are this command's here.
         start_block(replace(config, check=CheckConfig())),
@@ -125,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
         *own_lines(plan),
         page(plan, config, device),
         verdict,
-        *one_change_of(plan, config, device, machine),
+        *changed,
         *unknown,
         layout,
     ]

@@ -19,7 +19,7 @@ from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.report import YOURS, UserPlan, best_of, report, why
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
-from megapipe.commands.plan.telling import Telling, ends_within
+from megapipe.commands.plan.telling import Telling, ends_within, goes_on, slow
 from megapipe.commands.plan.verdict import Machine, MemoryFlags, host_of
 from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline
@@ -132,7 +132,8 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     machine = flags.machine(device, devices)
     jobs = flags.search_jobs or os.cpu_count() or 1
     # The user's own plan is the first that is known, after seconds.
-    yours = _yours(own, devices, size, device, machine)
+    with goes_on(f"making your own plan{slow(own)}"):
+        yours = _yours(own, devices, size, device, machine)
     telling = Telling()
     ends = time.monotonic() + flags.search_seconds
     if yours.plan is not None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 
 from megapipe.commands.progress import Progress
+from megapipe.config import Config
 
 _EVERY = 10.0
 """Seconds between two lines."""
+_FIRST = 1.5
+"""Seconds until the first line of work of which nobody knows how far it is."""
 _TWICE = 0.3
 """Seconds in which a second interrupt is taken for a copy of the first."""
 
@@ -53,6 +57,45 @@ def settle() -> None:
     """
     with suppress(KeyboardInterrupt):
         time.sleep(_TWICE)
+
+
+def slow(config: Config) -> str:
+    """Return, in words, why the plan of a configuration may take minutes; "" if it does not."""
+    par = config.parallel
+    if par.memory_limit_gib is None:
+        return ""
+    if par.vocab_parallel_pipeline:
+        return "; --memory-limit-gib with --vocab-parallel-pipeline may take minutes"
+    if par.overlap_moe_expert_parallel_comm:
+        return "; --memory-limit-gib with --overlap-moe-expert-parallel-comm may take minutes"
+    return ""
+
+
+@contextmanager
+def goes_on(what: str) -> Iterator[None]:
+    """Say on stderr every ten seconds that this block still works, for the first time after 1.5.
+
+    Args:
+        what: what is done, in words.
+    """
+    began = time.monotonic()
+    done = threading.Event()
+
+    def tell() -> None:
+        seconds = _FIRST
+        while not done.wait(seconds):
+            took = time.monotonic() - began
+            print(f"{took:.0f} s: {what}", file=sys.stderr, flush=True)
+            seconds = _EVERY
+
+    # A thread, as the block may be within one table for minutes.
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class Telling:
