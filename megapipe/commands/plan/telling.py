@@ -16,7 +16,7 @@ from megapipe.config import Config
 _EVERY = 10.0
 """Seconds between two lines."""
 _FIRST = 1.5
-"""Seconds until the first line of work of which nobody knows how far it is."""
+"""Seconds until the first line on work whose progress is not known."""
 _TWICE = 0.3
 """Seconds in which a second interrupt is taken for a copy of the first."""
 
@@ -73,7 +73,7 @@ def slow(config: Config) -> str:
 
 @contextmanager
 def goes_on(what: str) -> Iterator[None]:
-    """Say on stderr every ten seconds that this block still works, for the first time after 1.5.
+    """Say on stderr that this block still works: after 1.5 seconds, then every ten.
 
     Args:
         what: what is done, in words.
