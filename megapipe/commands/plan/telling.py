@@ -76,7 +76,7 @@ def goes_on(what: str) -> Iterator[None]:
     """Say on stderr that this block still works: after 1.5 seconds, then every ten.
 
     Args:
-        what: what is done, in words.
+        what: the name of this work in words.
     """
     began = time.monotonic()
     done = threading.Event()
