@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from math import inf
 from operator import attrgetter
@@ -261,7 +262,8 @@ def _to_make(
         # Without moved activations too: a plan that fits as it is may be preferred.
         chosen |= {id(x): x for x in [x for x in of_kind if not x.moves][:1]}
     if few:
-        return [*chosen.values()], []
+        # There is no time to divide the layers once more by the clock.
+        return [replace(x, balanced=False) for x in chosen.values()], []
     for x in leaner(ranked):
         chosen[id(x)] = x
     plans = [*chosen.values(), *hiding(ranked, asked)]
