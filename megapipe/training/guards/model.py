@@ -114,15 +114,16 @@ def check_ownership(
         mesh: this rank's mesh.
     Returns: the number of parameters of each stage, over all tensor-parallel ranks.
     Raises: ConfigError on every rank, with the first 20 parts that are missing, doubled, not part
-        of the model, or of another shape. Only the ranks of a layer without attention over
-        context-parallel ranks raise it for that layer.
+        of the model, or of another shape. Also for a layer that does not see the tokens of other
+        context-parallel ranks.
     """
-    if mesh.cp.size > 1:
-        _check_attention(modules, mesh.cp.size)
     # Names and shapes alone. Each rank compares all of them, so that all raise the same error.
-    everyone = mesh.pp.gather_json([_parts(module, mesh.tp) for module in modules])
+    parts = [_parts(module, mesh.tp) for module in modules]
+    everyone = mesh.pp.gather_json([parts, _others_attention(modules, mesh.cp.size)])
     stages: dict[int, Parts] = {}
-    for rank, parts in enumerate(everyone):
+    for rank, (parts, refused) in enumerate(everyone):
+        if refused is not None:
+            raise ConfigError(refused)
         stages |= dict(zip(placement.stages_on(rank), parts, strict=True))
     whole: Parts = {}
     for span in whole_model(model.layers, model.depths):
@@ -147,24 +148,28 @@ def check_ownership(
     return counts
 
 
-def _check_attention(modules: Sequence[nn.Module], ranks: int) -> None:
-    """Check that every layer has megapipe's attention, which sees the tokens of all cp ranks.
+def _others_attention(modules: Sequence[nn.Module], ranks: int) -> str | None:
+    """Return why a layer does not see the tokens of all context-parallel ranks, as ours does.
+
+    Returns None if every layer has megapipe's attention, or if there is one such rank.
 
     Args:
         modules: this rank's stages.
         ranks: number of context-parallel ranks.
-    Raises: ConfigError for a layer of another kind.
     """
+    if ranks == 1:
+        return None
     named = [pair for module in modules for pair in module.named_modules()]
     for name, layer in named:
         if not _LAYER.fullmatch(name):
             continue
         if not any(isinstance(part, TransformerLayer | SelfAttention) for part in layer.modules()):
-            raise ConfigError(
+            return (
                 f"--context-parallel-size {ranks}: {name} is a {type(layer).__name__}, which does "
                 "not meet the keys of other ranks. Build it of "
                 "megapipe.models.attention.layer.SelfAttention, or leave the flag out."
             )
+    return None
 
 
 def _without_storage(

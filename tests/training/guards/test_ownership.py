@@ -83,16 +83,18 @@ def test_a_head_of_another_shape_is_named():
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_layer_that_does_not_see_the_tokens_of_other_ranks_is_refused(own):
+def test_a_layer_that_does_not_see_the_tokens_of_other_ranks_stops_every_rank(own):
+    """Ranks of the other stage waited for those that have the layer."""
+
     def checked(mesh: ProcessMesh) -> list[int] | str:
-        module = gpt_provider(MODEL, LayerSpan(0, LAYERS, True, True), mesh.tp)
-        if own:
-            module.decoder.layers["1"] = nn.Linear(1, 1)
+        module = gpt_provider(MODEL, partition(LAYERS, loop(2))[mesh.pp.rank], mesh.tp)
+        if own and "3" in module.decoder.layers:
+            module.decoder.layers["3"] = nn.Linear(1, 1)
         try:
-            return check_ownership([module], MODEL, gpt_provider, loop(1), mesh)
+            return check_ownership([module], MODEL, gpt_provider, loop(2), mesh)
         except ConfigError as error:
             return str(error)
 
-    answer, _ = run_threads(checked, cp=2, timeout_s=30)
-    refused = "--context-parallel-size 2: decoder.layers.1 is a Linear, which does not meet the keys of other ranks."
-    assert str(answer).startswith(refused) == own
+    answers = run_threads(checked, cp=2, pp=2, timeout_s=30)
+    refused = "--context-parallel-size 2: decoder.layers.3 is a Linear, which does not meet the keys of other ranks."
+    assert [str(answer).startswith(refused) for answer in answers] == [own] * 4
