@@ -81,6 +81,11 @@ FULL = [
     ("interleaved-zb", 4, 12, 3),
     ("group-interleaved", 2, 6, 3),
     ("zb-h1", 2, 12, 4),
+    # Too slow if a peer's later microbatches do not wait for its whole block.
+    ("interleaved-zb", 4, 9, 3),
+    ("seq1f1b", 4, 9, 3),
+    # Too slow if a block does not wait for the peer's microbatches before it.
+    ("dualpipe", 2, 4, 3),
 ]
 
 
