@@ -60,7 +60,8 @@ def reroute(
     if memory is not None and replicas > 2:
         joints.append(replace(joints[0], positions=positions_of(table, costs)))
     costs = joint_costs(costs, table)
-    limit = inf if memory is None else memory
+    # Sums of stages' memory are rounded, and the limit is often such a sum: the fullest rank's.
+    limit = inf if memory is None else memory * (1 + 1e-9)
     tables = []
     for ranks in joints:
         in_turn = unordered(ranks)
