@@ -66,8 +66,9 @@ def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[s
     size = assumed_vocab_size(config.data)
     rows = ""
     if not config.model.padded_vocab_size:
-        rows = f"; the plan assumes {size} ids"
-    return size, [f"the vocabulary of --tokenizer-type {config.data.tokenizer} is not known{rows}"]
+        rows = f"; the plan assumes {size} ids, and --padded-vocab-size gives another number"
+    name = config.data.tokenizer_type or config.data.tokenizer
+    return size, [f"the vocabulary of --tokenizer-type {name} is not known{rows}"]
 
 
 def with_vocabulary(config: Config, size: int) -> Config:

@@ -21,7 +21,7 @@ from megapipe.flags.flag import flags_of as flags_of
 from megapipe.flags.fork import PADDING, SWITCHES, chosen, uneven
 from megapipe.flags.help import help_text
 from megapipe.flags.noop_flags import NOOP_FLAGS
-from megapipe.flags.rules import KNOWN, refusal, value_problem
+from megapipe.flags.rules import KNOWN, OF_PLAN, refusal, value_problem
 from megapipe.flags.stop import program, say
 from megapipe.flags.stop import run as run
 from megapipe.flags.stop import stop as stop
@@ -385,7 +385,7 @@ def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -
         ours: the flags that set a field, among which a misspelled name is looked for.
         known: the flags of Megatron-LM and its zero-bubble fork.
     """
-    if name in known:
+    if name in known or name in OF_PLAN:
         return value_problem(name, values) if name in NOOP_FLAGS else refusal(name)
     like = name if name.startswith("--") else f"-{name}"
     # 0.75 finds a lost or doubled letter, and not another flag that begins in the same way.

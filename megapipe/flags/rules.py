@@ -82,6 +82,13 @@ _FORK_FLAGS = {
         "zb-auto searches under the limit of --memory-limit-gib"
     ),
 }
+OF_PLAN = {
+    "--memory-gib": (
+        "it is of megapipe plan. A run and megapipe check go by the memory of their GPU, or by "
+        "capacity of --rates"
+    ),
+}
+"""Flags of `megapipe plan` that people give to other commands too."""
 
 # A name outside of these is a typo, and the nearest name is proposed.
 KNOWN = MEGATRON_FLAGS | set(NOOP_FLAGS) | set(_FORK_FLAGS) | set(SWITCHES) | OLD_FLAGS
@@ -120,7 +127,9 @@ def reason(name: str) -> str:
 
 
 def refusal(name: str) -> str:
-    """Return the error for a flag that is known from Megatron-LM and not implemented."""
+    """Return the error for a flag that is another program's or command's, and not implemented."""
+    if name in OF_PLAN:
+        return f"unknown flag {name}: {OF_PLAN[name]}"
     if name in _FORK_FLAGS:
         why = _FORK_FLAGS[name]
         return f"{name} is a switch of {_FORK} that megapipe does not implement ({why})"

@@ -163,7 +163,8 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
     if config.check.check_paths == "yes":
         problems += missing
         if missing:
-            problems.append("--check-paths no checks the rest without these files.")
+            # Not a problem of its own, which an error would count.
+            problems[-1] += " --check-paths no checks the rest without these files."
         missing = []
     if has_cuda():
         # This machine is like the run's machines, and so are its problems.

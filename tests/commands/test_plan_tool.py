@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from programs import run
 
 from megapipe.commands.main import command
 from megapipe.commands.plan.telling import goes_on, slow
+from megapipe.commands.plan.verdict import load_line
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
+from megapipe.plan import GIB, Plan, make_plan
 from megapipe.schedule.costs_file import load_costs
 
 MODEL = (
@@ -62,15 +65,36 @@ def test_what_a_run_would_refuse_is_refused():
     assert refused.stderr.startswith("plan.py: error: --num-layers 7 does not fill 2 stages: 7 = 2 x 3 + 1.")
 
 
+def test_a_plan_says_what_busier_experts_need():
+    """0.7 GiB of room were called a fit, and an early router deals some rank 1.3 x the mean."""
+    experts = f"{MODEL} --padded-vocab-size 2048 --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
+
+    def planned(flags: str) -> tuple[Plan, Config]:
+        config = replace(parse(Config, f"{experts} {flags}".split()), world_size=4)
+        return make_plan(config), config
+
+    even, config = planned("")
+    full = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor"
+    padded = planned(f"{full} 1.3")
+    more = (max(padded[0].peak_bytes) - max(even.peak_bytes)) / GIB
+    assert more > 0
+    assert f"with 1.3 x the mean of the tokens a rank needs up to {more:.3g} GiB more" in load_line(even, config)
+    # No expert can be busier than that, or every rank has all of them.
+    assert [load_line(*planned(flags)) for flags in (f"{full} 1.0", "--expert-model-parallel-size 1")] == ["", ""]
+
+
 def test_a_plan_needs_none_of_the_runs_files(capsys):
+    """A script of a cluster was refused on a laptop for the files that it names."""
     there = [*MODEL.replace("--mock-data", "--data-path no/where").split(), "--world-size", "2"]
-    with pytest.raises(ConfigError) as refused:
-        command("plan")(there)
-    assert refused.value.problems[-1].endswith("--check-paths no leaves them out.")
+    command("plan")(there)
+    named = capsys.readouterr().out
     command("plan")([*there, "--check-paths", "no"])
     without = capsys.readouterr().out
     command("plan")([*MODEL.split(), "--world-size", "2"])
     assert without.partition("\nstage")[2] == capsys.readouterr().out.partition("\nstage")[2]
+    missing = [line for line in named.splitlines() if line not in without.splitlines()]
+    assert [line.partition(": ")[0] for line in missing] == ["missing here, and no plan needs it"]
+    assert "no/where" in missing[0]
 
 
 def test_the_number_of_processes_has_one_name_and_counts():

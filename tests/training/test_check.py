@@ -232,7 +232,18 @@ def test_missing_files_come_with_the_flag_that_checks_the_rest(capsys):
     """The flag stood in the refusals of `plan` alone."""
     with pytest.raises(SystemExit):
         pretrain_gpt.main(RUN.replace("--check-paths no ", "").split())
-    assert "--check-paths no checks the rest without these files." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--check-paths no checks the rest without these files." in said
+    # The sentence is no problem of its own.
+    assert said.count("--data-path") + said.count("--tokenizer-model") == 2
+    assert "2 problems" in said
+
+
+def test_a_flag_of_the_plan_is_not_taken_for_a_flag_of_a_run(capsys):
+    """A wrong flag was proposed for it, one that changes the schedule."""
+    with pytest.raises(SystemExit):
+        pretrain_gpt.main([*RUN.split(), "--memory-gib", "80"])
+    assert "unknown flag --memory-gib: it is of megapipe plan." in capsys.readouterr().err
 
 
 def test_the_seconds_of_the_first_save_are_those_of_the_disk_or_said_to_be_unknown(tmp_path, capsys):

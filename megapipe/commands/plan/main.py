@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megapipe.checks.inputs import answer, ask, path_problems
-from megapipe.checks.run import flag_problems
+from megapipe.checks.inputs import ask
+from megapipe.checks.run import problems_of
 from megapipe.checks.vocabulary import vocabulary, vocabulary_problems, with_vocabulary
 from megapipe.commands.main import tell
 from megapipe.commands.plan.one_change import one_change_of
@@ -20,10 +20,9 @@ from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import joined
 from megapipe.commands.plan.searched import SearchFlags, searched, sought
 from megapipe.commands.plan.telling import goes_on, slow
-from megapipe.commands.plan.verdict import host_of
+from megapipe.commands.plan.verdict import host_of, load_line
 from megapipe.config import CheckConfig, Config
 from megapipe.data.files import file_problems, write_complete
-from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import read_among, split_among
 from megapipe.flags.stop import say
@@ -129,6 +128,7 @@ def main(argv: Sequence[str]) -> None:
         *own_lines(plan),
         page(plan, config, device),
         verdict,
+        load_line(plan, config),
         *changed,
         *unknown,
         layout,
@@ -148,25 +148,24 @@ def main(argv: Sequence[str]) -> None:
 def _ready(config: Config) -> tuple[Config, list[str]]:
     """Check the flags, and fill in the number of processes and the size of the vocabulary.
 
-    With --check-paths no, files of the run need not be on this machine.
+    A plan needs none of the run's files. Those that are not on this machine are named, and with
+    --check-paths no even that is left out.
 
-    Returns: (the configuration, lines on assumptions, such as an assumed vocabulary size).
+    Returns: (the configuration, lines on missing files and on an assumed vocabulary size).
     Raises: ConfigError with every problem.
     """
-    from megapipe.library.runs import ready, with_processes
+    from megapipe.distributed.device import has_cuda
+    from megapipe.library.runs import with_processes
 
-    if config.check.check_paths == "yes":
-        try:
-            return ready(config), []
-        except ConfigError as error:
-            if not any(path_problems(config)):
-                raise
-            way_out = "A plan needs none of the run's files: --check-paths no leaves them out."
-            raise ConfigError([*error.problems, way_out]) from None
     config = with_processes(config)
-    tokenizer, _ = answer(lambda: build_tokenizer(config.data))
-    size, said = vocabulary(config, tokenizer)
-    problems = [*flag_problems(config), *vocabulary_problems(config, size)]
+    found = problems_of(config, has_cuda=has_cuda())
+    size, said = vocabulary(config, found.tokenizer)
+    problems = found.flags
+    if found.tokenizer is None:
+        problems += vocabulary_problems(config, size)
+    if config.check.check_paths == "yes":
+        problems += found.machine
+        said += [f"missing here, and no plan needs it: {text}" for text in found.files]
     if problems:
         raise ConfigError(problems)
     return with_vocabulary(config, size), said

@@ -152,3 +152,26 @@ def to_take(best: Sequence[TimedPlan], own: Config) -> int:
     """
     equal = [n for n, x in enumerate(best) if is_equal(best[0], x)]
     return min(equal, key=lambda n: (len(changed(own, best[n].config)), best[n].peak))
+
+
+def near_line(best: Sequence[TimedPlan], own: Config) -> str:
+    """Return a line on the plans that are nearly as fast as the first and have another layout.
+
+    The line is empty if there are none.
+
+    Args:
+        best: the plans of the report, fastest first.
+        own: the configuration of the user's own flags.
+    """
+    near = [n for n, x in enumerate(best) if x.step < (1 + CLOSE) * best[0].step]
+    if len(near) == 1:
+        return ""
+    counts = {n: len(changed(own, best[n].config)) for n in near}
+    fewest = min(near, key=lambda n: counts[n])
+    lean = min(near, key=lambda n: best[n].peak)
+    return (
+        f"take 1, or measure it next to others: plans {', '.join(str(n + 1) for n in near[1:])} "
+        f"have other layouts and are slower by less than {CLOSE:.0%}, and how far such ratios are "
+        f"off is not known. Fewest of your flags change with plan {fewest + 1} "
+        f"({counts[fewest]}), and plan {lean + 1} needs least memory"
+    )

@@ -12,7 +12,15 @@ from megapipe.checks.inputs import answer, ask
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import vocabulary, with_vocabulary
 from megapipe.commands.plan.one_change import one_change
-from megapipe.commands.plan.pasted import CLOSE, changed, flags_of, is_equal, left_out, to_take
+from megapipe.commands.plan.pasted import (
+    CLOSE,
+    changed,
+    flags_of,
+    is_equal,
+    left_out,
+    near_line,
+    to_take,
+)
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import OVERLAP
@@ -193,7 +201,7 @@ def _take(
 ) -> tuple[int | str, str]:
     """Return (number of the plan to take or "yours", a line for the report).
 
-    The line is empty if no other plan is equal in time.
+    The line is empty if no other plan is nearly as fast.
 
     Args:
         best: the plans of the report, fastest first.
@@ -210,7 +218,7 @@ def _take(
     taken = to_take(best, own)
     equal = sum(is_equal(best[0], x) for x in best)
     if equal == 1:
-        return 1, ""
+        return 1, near_line(best, own)
     count = len(changed(own, best[taken].config))
     return taken + 1, (
         f"take {taken + 1}: of the {equal} plans equal in time it changes fewest of your flags "

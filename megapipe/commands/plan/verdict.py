@@ -7,11 +7,11 @@ reserved for what it does not count. Whatever ranks keep on the host, all ranks 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from megapipe.config import Config
-from megapipe.plan import GIB, Plan
+from megapipe.plan import GIB, Plan, pieces_of
 from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.logits import FREE
 from megapipe.plan.seconds.device import Device
@@ -30,6 +30,11 @@ HOST = (
     "--no-save-optim saves weights alone. Without --host-memory-gib the host of --rates counts: "
     "2,048 for H100s, as in a DGX."
 )
+_BUSY = 1.3
+"""Tokens of the busiest rank's experts over the mean, for which a plan says what they need.
+
+docs/experts.md shows where the log of a run has its own number.
+"""
 NO_HOST = "without room on the host to start, or for a save and copied activations"
 
 
@@ -152,3 +157,27 @@ def host_of(plan: Plan, config: Config) -> HostBytes:
     """Return the bytes of host memory that the rank with the largest need takes."""
     _, saving = checkpoint_bytes(plan, config)
     return HostBytes(waiting_bytes(plan, config), saving, host_bytes(plan))
+
+
+def load_line(plan: Plan, config: Config) -> str:
+    """Return a line on the memory that an uneven load of the experts adds to a plan.
+
+    A plan assumes an even load. The line is "" if the load changes no rank's memory: each rank has
+    all experts, or experts are padded to their capacity.
+    """
+    model = config.model
+    capacity = model.capacity_factor
+    padded = model.moe_pad_expert_input_to_capacity
+    load = _BUSY if capacity is None else min(_BUSY, capacity)
+    if config.parallel.expert_model_parallel_size == 1 or padded or load <= 1:
+        return ""
+    # Experts that are padded to this capacity hold what the busiest ones hold.
+    busy = config.with_fields(
+        moe_expert_capacity_factor=load, moe_pad_expert_input_to_capacity=True
+    )
+    peaks = replace(plan, pieces=pieces_of(busy, busy.model)).peak_bytes
+    more = max(peaks) - max(plan.peak_bytes)
+    return (
+        f"an even load of the experts is assumed: with {load:g} x the mean of the tokens a rank "
+        f"needs up to {more / GIB:.3g} GiB more, and its passes take longer"
+    )

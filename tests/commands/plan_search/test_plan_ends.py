@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from small_searches import MODEL, SLOW
 
-from megapipe.commands.plan.pasted import changed, flags_of, pasted, to_take
+from megapipe.commands.plan.pasted import changed, flags_of, near_line, pasted, to_take
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of, joined
 from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
@@ -96,6 +96,27 @@ def test_of_plans_equal_in_time_the_one_with_fewest_changes_is_taken_and_then_th
     assert to_take(best[:3], own) == 2
     assert changed(own, best[0].config) == ["--recompute-granularity", "--pipeline-schedule"]
     assert changed(own, own.with_fields(pipeline_schedule="1f1b")) == []
+
+
+def test_plans_of_other_layouts_that_are_nearly_as_fast_are_named():
+    """Eight plans within 3.5% had no line that says which one to take, and the manual said there is one."""
+    own = parse(Config, [*MODEL.split(), "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"])
+    found = search(own, 2, Machine(GIB), SLOW, 1000, asked=SearchRestrictions(among={"pp": frozenset("2")}))
+    first = min(found.best.values(), key=lambda x: x.step)
+
+    def plan(percent: int, peak: float, **changes):
+        return replace(first, step=(1 + percent / 100) * first.step, peak=peak, config=own.with_fields(**changes))
+
+    best = [
+        plan(0, 5.0, pipeline_model_parallel_size=4, recompute_granularity="full"),
+        plan(1, 3.0, pipeline_model_parallel_size=1, pipeline_schedule="1f1b"),
+        plan(4, 2.0, pipeline_model_parallel_size=1, pipeline_schedule="zb-v"),
+        plan(6, 1.0),
+    ]
+    line = near_line(best, own)
+    assert "plans 2, 3 have other layouts and are slower by less than 5%" in line
+    assert "Fewest of your flags change with plan 2 (1), and plan 3 needs least memory" in line
+    assert near_line([best[0], best[3]], own) == ""
 
 
 def test_a_plans_flags_are_text_for_a_shell():

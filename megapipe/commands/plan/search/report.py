@@ -10,8 +10,8 @@ from megapipe.commands.plan.pasted import CLOSE, is_equal, pasted
 from megapipe.commands.plan.search.found import SearchResults, leaner
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
-from megapipe.commands.plan.verdict import HOST, NO_HOST, RESERVED, Machine
-from megapipe.config import Config
+from megapipe.commands.plan.verdict import HOST, NO_HOST, RESERVED, Machine, load_line
+from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.page import digest, in_short, numbers, recomputes
@@ -26,10 +26,11 @@ NOT_SEARCHED = (
     "--moe-permute-fusion and --moe-grouped-gemm change nothing in any of them."
 )
 """What the user may try by hand."""
-SHARDED = (
-    "sharded: weights are gathered stage by stage, as FSDP does unit by unit. So a plan on 1 "
-    "pipeline rank has a schedule and --num-virtual-stages-per-pipeline-rank too: a virtual stage "
-    "is the layers that are gathered together. Nothing is sent between stages."
+NO_PIPELINE = (
+    "on 1 pipeline rank: sharded weights are gathered stage by stage, as FSDP does unit by unit. "
+    "So such a plan has a schedule and --num-virtual-stages-per-pipeline-rank too: a virtual stage "
+    "is the layers that are gathered together. Without sharding, the gradients of a virtual stage "
+    "are summed while those of others are computed. Nothing is sent between stages."
 )
 """Why a plan without a pipeline has stages."""
 LeftOut = Callable[[Config], list[str]]
@@ -42,7 +43,8 @@ ERROR = (
     f"ratios are off by less than {CLOSE:.0%} (30 published pairs), so closer ones of them are "
     "called equal. Between other layouts little is known: in the two published pairs, of experts, "
     "messages between nodes took less than predicted, and ratios were off by 41% and 103%. "
-    "Messages of --tp-comm-overlap are assumed to hide as far as products are longer."
+    "Messages of --tp-comm-overlap, and those of passes in pairs, are assumed to hide as far as "
+    "products are longer: no GPU has measured either."
 )
 """The errors of predictions, measured by tools/bench/published."""
 
@@ -103,7 +105,7 @@ def report(
         device: the device whose peak MFU is measured by; None for an H100.
         yours: the plan of the user's own flags; None to leave it out.
         undone: says which of the user's flags a plan cannot have.
-        take: a line on the plan to take of the plans that are equal in time.
+        take: a line on the plan to take of those that are nearly as fast as the first.
     """
     best = best_of(found)
     ended = ""
@@ -140,10 +142,12 @@ def report(
         lines += _of_yours(yours, best, machine, device)
     if take:
         lines.append(take)
+    if load := load_line(first.plan, first.config):
+        lines.append(f"of plan 1 {load}")
     if first.moves:
         lines.append(_without(found, best, undone))
-    if any(x.config.parallel.use_megatron_fsdp for x in best):
-        lines.append(SHARDED)
+    if any(_has_units(x.config.parallel) for x in best):
+        lines.append(NO_PIPELINE)
     lines.append(f"the other plans: {_lost(found)}")
     return ended + "\n".join([*lines, *_notes(found), ERROR, NOT_SEARCHED])
 
@@ -244,6 +248,12 @@ def _without(found: SearchResults, best: list[TimedPlan], undone: LeftOut) -> st
     if left := undone(x.config):
         text += f", without these of yours: {' '.join(left)}"
     return text
+
+
+def _has_units(par: ParallelConfig) -> bool:
+    """Return whether one pipeline rank has several virtual stages."""
+    stages = par.num_virtual_stages_per_pipeline_rank or 1
+    return par.pipeline_model_parallel_size == 1 and stages > 1
 
 
 def _lost(found: SearchResults) -> str:
