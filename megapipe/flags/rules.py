@@ -84,8 +84,8 @@ _FORK_FLAGS = {
 }
 OF_PLAN = {
     "--memory-gib": (
-        "it is of megapipe plan. A run and megapipe check go by the memory of their GPU, or by "
-        "capacity of --rates"
+        "plans alone have it. A run and its check go by the memory of the GPU, or by capacity of "
+        "--rates"
     ),
 }
 """Flags of `megapipe plan` that people give to other commands too."""

@@ -243,7 +243,7 @@ def test_a_flag_of_the_plan_is_not_taken_for_a_flag_of_a_run(capsys):
     """A wrong flag was proposed for it, one that changes the schedule."""
     with pytest.raises(SystemExit):
         pretrain_gpt.main([*RUN.split(), "--memory-gib", "80"])
-    assert "unknown flag --memory-gib: it is of megapipe plan." in capsys.readouterr().err
+    assert "unknown flag --memory-gib: plans alone have it." in capsys.readouterr().err
 
 
 def test_the_seconds_of_the_first_save_are_those_of_the_disk_or_said_to_be_unknown(tmp_path, capsys):

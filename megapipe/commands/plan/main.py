@@ -148,8 +148,8 @@ def main(argv: Sequence[str]) -> None:
 def _ready(config: Config) -> tuple[Config, list[str]]:
     """Check the flags, and fill in the number of processes and the size of the vocabulary.
 
-    A plan needs none of the run's files. Those that are not on this machine are named, and with
-    --check-paths no even that is left out.
+    A plan needs none of the run's files. Files that are not on this machine are named; with
+    --check-paths no nobody looks for them.
 
     Returns: (the configuration, lines on missing files and on an assumed vocabulary size).
     Raises: ConfigError with every problem.

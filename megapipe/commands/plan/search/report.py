@@ -30,7 +30,7 @@ NO_PIPELINE = (
     "on 1 pipeline rank: sharded weights are gathered stage by stage, as FSDP does unit by unit. "
     "So such a plan has a schedule and --num-virtual-stages-per-pipeline-rank too: a virtual stage "
     "is the layers that are gathered together. Without sharding, the gradients of a virtual stage "
-    "are summed while those of others are computed. Nothing is sent between stages."
+    "are summed while other gradients are computed. Nothing is sent between stages."
 )
 """Why a plan without a pipeline has stages."""
 LeftOut = Callable[[Config], list[str]]
