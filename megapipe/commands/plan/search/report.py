@@ -43,7 +43,7 @@ ERROR = (
     f"ratios are off by less than {CLOSE:.0%} (30 published pairs), so closer ones of them are "
     "called equal. Between other layouts little is known: in the two published pairs, of experts, "
     "messages between nodes took less than predicted, and ratios were off by 41% and 103%. "
-    "Messages of --tp-comm-overlap, and those of passes in pairs, are assumed to hide as far as "
+    "Messages of --tp-comm-overlap and messages of passes in pairs are assumed to hide as far as "
     "products are longer: no GPU has measured either."
 )
 """The errors of predictions, measured by tools/bench/published."""
