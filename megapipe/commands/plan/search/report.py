@@ -105,7 +105,7 @@ def report(
         device: the device whose peak MFU is measured by; None for an H100.
         yours: the plan of the user's own flags; None to leave it out.
         undone: says which of the user's flags a plan cannot have.
-        take: a line on the plan to take of those that are nearly as fast as the first.
+        take: a line on the plan to take where others are nearly as fast as the first.
     """
     best = best_of(found)
     ended = ""
