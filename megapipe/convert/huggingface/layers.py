@@ -213,6 +213,20 @@ class LayerWindow(Meaning):
         return written
 
 
+class AlwaysWindowed(LayerWindow):
+    """A config.json key with a sliding window for some layers, which may not be null."""
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        if content[key] is None:
+            problems.append(f"{key} is null, with which transformers cannot compute it")
+            return {}
+        return super().read(key, content, problems)
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        written = super().write(key, model)
+        return {name: value for name, value in written.items() if value is not None}
+
+
 class DeltaLayers(Meaning):
     """The key layer_types, with linear_attention for each layer with a gated delta net.
 

@@ -230,3 +230,14 @@ def test_kinds_of_layers_that_there_are_not_are_refused(kinds, line):
     content = drawn("qwen3", random.Random(1)) | {"use_sliding_window": True, "layer_types": kinds}
     with pytest.raises(CheckpointError, match=line):
         from_huggingface(content)
+
+
+@pytest.mark.parametrize("name", ["cohere2", "exaone_moe", "gemma4_text"])
+def test_a_window_of_null_is_refused_where_the_class_of_transformers_refuses_it(name):
+    """A model without windows went out as an exaone_moe that transformers could not open."""
+    content = drawn(name, random.Random(1)) | {"sliding_window": None}
+    with pytest.raises(CheckpointError, match="sliding_window is null"):
+        from_huggingface(content)
+    # All layers of this family rotate, and none has a window.
+    without = from_huggingface(drawn("hy_v3", random.Random(1)))
+    assert FAMILIES[name].write(without).get("sliding_window", 4096) is not None

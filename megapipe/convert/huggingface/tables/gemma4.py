@@ -17,7 +17,7 @@ from megapipe.convert.huggingface.keys import (
     Same,
     Unread,
 )
-from megapipe.convert.huggingface.layers import FULL, SLIDING, LayerWindow, of_layers
+from megapipe.convert.huggingface.layers import FULL, SLIDING, AlwaysWindowed, of_layers
 from megapipe.convert.huggingface.layouts import Layout
 from megapipe.convert.huggingface.rotation import LayerRotation
 from megapipe.convert.huggingface.tables.gemma import GEMMA2
@@ -173,7 +173,7 @@ _LARGE = GEMMA2.but(
         "rope_parameters": _Rotation(missing=_ROPE, missing_kinds=_kinds),
         "attention_bias": Biases(False),
         "final_logit_softcapping": Same("final_logit_softcapping", None),
-        "sliding_window": LayerWindow(512, _kinds),
+        "sliding_window": AlwaysWindowed(512, _kinds),
         # Only pictures' tokens see later ones of the same picture.
         "use_bidirectional_attention": Only(None, "vision", silent=True),
         # Of E2B and E4B.

@@ -21,7 +21,7 @@ from megapipe.convert.huggingface.keys import (
     Same,
     Twin,
 )
-from megapipe.convert.huggingface.layers import LayerWindow, by_pattern
+from megapipe.convert.huggingface.layers import AlwaysWindowed, by_pattern
 from megapipe.convert.huggingface.layouts import ExpertHalves, Halves, Layout, OfNorms
 from megapipe.convert.huggingface.rotation import Rotation
 from megapipe.convert.huggingface.tables.gpt import GPT2
@@ -177,27 +177,13 @@ COHERE = PLAIN.but(
 )
 
 
-class _AlwaysWindowed(LayerWindow):
-    """A config.json key with a sliding window for some layers, which may not be null."""
-
-    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
-        if content[key] is None:
-            problems.append(f"{key} is null, with which transformers cannot compute it")
-            return {}
-        return super().read(key, content, problems)
-
-    def write(self, key: str, model: ModelConfig) -> Fields:
-        written = super().write(key, model)
-        return {name: value for name, value in written.items() if value is not None}
-
-
 COHERE2 = COHERE.but(
     "Cohere2ForCausalLM",
     "Command R7B and A; layers without a window rotate nothing",
     keys={
         "head_dim": Equals(head_share),
         "rope_parameters": Rotation(),
-        "sliding_window": _AlwaysWindowed(
+        "sliding_window": AlwaysWindowed(
             4096, by_pattern, {"sliding_window_pattern": 4}, plain=True
         ),
         "use_qk_norm": None,

@@ -12,7 +12,7 @@ from megapipe.convert.huggingface.experts import (
     SharedExperts,
 )
 from megapipe.convert.huggingface.keys import Groups, Meaning, Only, Same, Unread
-from megapipe.convert.huggingface.layers import LayerWindow, SwitchedWindow, by_pattern
+from megapipe.convert.huggingface.layers import AlwaysWindowed, SwitchedWindow, by_pattern
 from megapipe.convert.huggingface.layouts import Experts, Layout, Stack
 from megapipe.convert.huggingface.rotation import RotaryDim, Rotation
 from megapipe.convert.huggingface.tables.deepseek import SHARED
@@ -126,8 +126,9 @@ DOTS1 = _SIGMOID.but(
     always={"qk_layernorm": True},
 )
 
-# LG 2025. Layers with full attention have no rotation, unless no layer has a window.
-# Its multi-token prediction has names of its own (mtp.), and is left out.
+# LG 2025. Layers with full attention have no rotation. Its class takes no null for the window, so
+# a model whose layers all rotate and have no window is another family's. Its multi-token prediction
+# has names of its own (mtp.), and is left out.
 EXAONE_MOE = _SIGMOID.but(
     "ExaoneMoeForCausalLM",
     "K-EXAONE without its multi-token prediction; layers without a window rotate nothing",
@@ -138,7 +139,9 @@ EXAONE_MOE = _SIGMOID.but(
         "routed_scaling_factor": Same("moe_router_topk_scaling_factor", 2.5, unset=1.0),
         "mlp_layer_types": MlpTypes("first_k_dense_replace"),
         # A pattern of 4: three layers with a window, then one without.
-        "sliding_window": LayerWindow(4096, by_pattern, {"sliding_window_pattern": 4}, plain=True),
+        "sliding_window": AlwaysWindowed(
+            4096, by_pattern, {"sliding_window_pattern": 4}, plain=True
+        ),
     },
     always={"qk_layernorm": True},
     names={"mlp.router.expert_bias": Layout("mlp.e_score_correction_bias")},
