@@ -185,7 +185,7 @@ class _Generation:
         Args:
             moves: what goes where, the same list on all ranks.
             header: the header of any state of the step; only the checksum in it is replaced.
-        Raises: CheckpointError on the rank that received other bytes than were sent.
+        Raises: CheckpointError on all ranks if any received other bytes than were sent.
         """
         if not moves:
             return
@@ -214,11 +214,14 @@ class _Generation:
         for work in works:
             work.wait()
         sent = dict(pair for one in self.world.gather_json(list(sums.items())) for pair in one)
+        changed = []
         for n, (source, target, _, into, piece) in enumerate(moves):
             if target == rank and goals[into].checksum(piece.to, piece.size) != sent[n]:
-                raise CheckpointError(
-                    f"a state has changed on its way from rank {source} to {rank}"
-                )
+                changed.append(f"a state has changed on its way from rank {source} to {rank}")
+        # All ranks raise: the others would wait for this one.
+        problems = [text for texts in self.world.gather_json(changed) for text in texts]
+        if problems:
+            raise CheckpointError(problems)
         # Last: of a rank that is killed before this the state is invalid.
         for goal in goals.values():
             goal.seal({**header, "checksum": goal.checksum()})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megapipe.checkpoint.memory.copies import Copies
 from megapipe.checkpoint.memory.relayout import Kept, size_of
 from megapipe.checkpoint.memory.slots import HEADER, Slot
 from megapipe.config import Config
+from megapipe.errors import CheckpointError
 from megapipe.pipeline_parallel.threads import run_threads
 
 ALONE = [0, 1]
@@ -110,6 +112,35 @@ def test_a_lost_rank_gets_its_state_from_the_clique_and_keeps_the_others_again(t
     # Also the other one may be lost then.
     shutil.rmtree(tmp_path / str(1 - lost))
     assert all(good for _, good, _ in came_back(tmp_path, ranks=ranks))
+
+
+class ChangedOnItsWay:
+    """A group whose received bytes are others than were sent."""
+
+    def __init__(self, group):
+        self.group = group
+        self.send = group.send
+
+    def recv(self, places, source, tag):
+        work = self.group.recv(places, source, tag)
+        return SimpleNamespace(wait=lambda: (work.wait(), places[0].add_(1)))
+
+
+def test_a_state_that_changes_on_its_way_ends_all_ranks_and_is_not_used(tmp_path):
+    """Only the rank that received it raised, and the others waited for that rank."""
+    trained(tmp_path)
+    shutil.rmtree(tmp_path / "1")
+
+    def body(mesh):
+        rank = Rank(mesh, tmp_path)
+        try:
+            go_back(rank.copies, rank.world, lambda: ChangedOnItsWay(mesh.world.group))
+        except CheckpointError as error:
+            return str(error)
+
+    text = "a state has changed on its way from rank 0 to 1"
+    assert run_threads(body, pp=2, timeout_s=20) == [text, text]
+    assert all(good for _, good, _ in came_back(tmp_path))
 
 
 def test_with_both_of_a_pair_nothing_comes_back_and_nothing_old_stays(tmp_path):
