@@ -55,7 +55,8 @@ def memory_table(plan: Plan, config: Config) -> str:
 def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[str, ...]]:
     """Return the table of stages as text cells: first the column titles, then a row for each stage.
 
-    A row has the stage's layers, by global numbers from 0. Then come the forward FLOPs of a
+    A row has the stage's layers, by global numbers from 0, and its parameters: a tied weight counts
+    with the embedding alone where the head is on the same rank. Then come the forward FLOPs of a
     microbatch over all tensor-parallel ranks, and the stage's share of all compute time. Last is
     the predicted peak memory of the stage's rank.
 
@@ -73,6 +74,8 @@ def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[
         span = plan.spans[stage]
         work = plan.works[stage]
         count = work.parameters if parameters is None else parameters[stage]
+        # A rank with both ends of a tied model has their weight once.
+        count -= round(plan.repeated(stage))
         rows.append(
             (
                 str(stage),

@@ -18,9 +18,10 @@ from megapipe.commands.main import tell
 from megapipe.commands.plan.one_change import one_change_of
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import joined
+from megapipe.commands.plan.search.final import by_rates
 from megapipe.commands.plan.searched import SearchFlags, searched, sought
 from megapipe.commands.plan.telling import goes_on, slow
-from megapipe.commands.plan.verdict import host_of, load_line
+from megapipe.commands.plan.verdict import host_of, load_line, other_device
 from megapipe.config import CheckConfig, Config
 from megapipe.data.files import file_problems, write_complete
 from megapipe.errors import ConfigError
@@ -59,7 +60,8 @@ class Flags(SearchFlags):
     """Print the plan of a run without starting it: stages, layers, parameters, time and memory.
 
     All other flags are flags of megapipe pretrain. --world-size is the number of processes of the
-    run, by default tensor x context x pipeline ranks.
+    run, by default tensor x context x pipeline ranks. --rates names the device whose speeds count:
+    h100 (default), h200, h800, a100, b200, rtx4090, l40s, mi300x, or a .json.
     """
 
     parts: bool = False
@@ -108,9 +110,10 @@ def main(argv: Sequence[str]) -> None:
     if flags.costs is not None:
         config = config.with_fields(pipeline_costs=flags.costs)
     config, unknown = _ready(config)
+    device = device_of(config) or Device()
+    config, link = by_rates(config, device)
     with goes_on(f"making the plan{slow(config)}"):
         plan = make_plan(config)
-    device = device_of(config) or Device()
     # A user who wants another layout pastes this flag and changes it.
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
     verdict = ""
@@ -127,6 +130,8 @@ def main(argv: Sequence[str]) -> None:
         table(plan),
         *own_lines(plan),
         page(plan, config, device),
+        *link,
+        *other_device(flags.memory_gib, device),
         verdict,
         load_line(plan, config),
         *changed,
@@ -217,11 +222,13 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
             "layers": list(span.layers),
             "embedding": span.embedding,
             "loss": span.loss,
-            "parameters": work.parameters,
+            "parameters": work.parameters - round(plan.repeated(stage)),
             "forward": work.f,
             "time": work.time,
         }
-        for rank, span, work in zip(place.rank_of, plan.spans, plan.works, strict=True)
+        for stage, (rank, span, work) in enumerate(
+            zip(place.rank_of, plan.spans, plan.works, strict=True)
+        )
     ]
     # An empty table takes no time and has no bubble.
     bubble = timeline.bubble / timeline.makespan if timeline.makespan else 0.0

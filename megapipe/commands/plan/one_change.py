@@ -9,9 +9,10 @@ from math import floor
 from typing import Any
 
 from megapipe.checks.run import flag_problems
+from megapipe.commands.plan.search.asked import ANYTHING, SearchRestrictions, allows_change
 from megapipe.commands.plan.search.cells import schedules_of, short
 from megapipe.commands.plan.search.final import of_run
-from megapipe.commands.plan.search.hiding import BUCKET
+from megapipe.commands.plan.search.hiding import BUCKET, HIDING, OVERLAP
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.config.notes import flag
@@ -27,11 +28,15 @@ _LEAST_GAIN = 0.01
 """The least gain, as a fraction of the step, of a change that is printed."""
 _MORE = 1.2
 """Factor by which a change may raise the peak if the memory of a device is not known."""
+_HIDES = frozenset({*OVERLAP, "tp_comm_overlap"})
+"""Fields that hide communication under passes."""
 _PASSES = 4096
 """The largest number of forwards of a table: larger ones take seconds for each change."""
 
 
-def one_change(mine: TimedPlan, device: Device, machine: Machine) -> list[str]:
+def one_change(
+    mine: TimedPlan, device: Device, machine: Machine, asked: SearchRestrictions = ANYTHING
+) -> list[str]:
     """Return lines on the changes of one flag that shorten a step most: at most three.
 
     Of each flag the best value counts, and a bucket size brings the flag that it needs. A run has
@@ -42,6 +47,7 @@ def one_change(mine: TimedPlan, device: Device, machine: Machine) -> list[str]:
     Args:
         mine: the plan that is changed.
         machine: the memory of a device and of a host. A changed plan that needs more is left out.
+        asked: the user's restrictions of a search, which a changed plan keeps.
     """
     config = mine.config
     par = config.parallel
@@ -58,6 +64,9 @@ def one_change(mine: TimedPlan, device: Device, machine: Machine) -> list[str]:
     fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, config)
     for fields in _changes(config, None if fits else machine.limit):
         changed = config.with_fields(**fields)
+        hides = not _HIDES.isdisjoint(fields)
+        if (hides and HIDING in asked.without) or not allows_change(asked, config, changed):
+            continue
         with suppress(ConfigError, ScheduleError):
             if not flag_problems(short(changed, 1)):
                 other = of_run(changed, device)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any, NamedTuple
 
 from megapipe.checks.inputs import answer, ask
@@ -19,16 +20,24 @@ from megapipe.commands.plan.pasted import (
     is_equal,
     left_out,
     near_line,
+    pasted,
     to_take,
 )
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
-from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.final import by_rates, of_run
 from megapipe.commands.plan.search.hiding import OVERLAP
-from megapipe.commands.plan.search.report import YOURS, UserPlan, best_of, report, why
+from megapipe.commands.plan.search.report import (
+    YOURS,
+    UserPlan,
+    best_of,
+    report,
+    summary,
+    why,
+)
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.telling import Telling, ends_within, goes_on, slow
-from megapipe.commands.plan.verdict import Machine, MemoryFlags, host_of
+from megapipe.commands.plan.verdict import NO_HOST, Machine, MemoryFlags, host_of, other_device
 from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
@@ -141,7 +150,7 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     jobs = flags.search_jobs or os.cpu_count() or 1
     # The user's own plan is the first that is known, after seconds.
     with goes_on(f"making your own plan{slow(own)}"):
-        yours = _yours(own, devices, size, device, machine)
+        yours = _yours(own, devices, size, device, machine, asked)
     telling = Telling()
     ends = time.monotonic() + flags.search_seconds
     if yours.plan is not None:
@@ -176,7 +185,16 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     if best:
         numbers["take"], take = _take(best, own, yours, machine)
     assumed = f"{device.assumed}, {device.to_host}"
-    text = [f"{devices} devices of {machine}; assumed: {assumed}", *said]
+    if not best and not found.stopped and found.lost[NO_HOST]:
+        left = ends - time.monotonic()
+        wide = replace(machine, host=inf)
+        with goes_on("searching again, for a host with room"):
+            others = search(
+                config, devices, wide, device, size, asked=asked, jobs=jobs, seconds=max(1, left)
+            )
+        take = _lacks_host(best_of(others), machine, device)
+    text = [f"{devices} devices of {machine}; assumed: {assumed}"]
+    text += [*other_device(flags.memory_gib, device), *yours.linked, *said]
     text.append(report(found, machine, device, yours, lambda one: _left_out(argv, one), take=take))
     if flags.why:
         text.append(why(flags.why, best, yours))
@@ -226,12 +244,44 @@ def _take(
     )
 
 
+def _lacks_host(best: list[TimedPlan], machine: Machine, device: Device) -> str:
+    """Return lines on the plans that fit the devices, and for which the host alone is short.
+
+    They are the fastest plan, and the fastest one that a host has room for with --no-save-optim.
+    The text is "" if no plan fits the devices.
+
+    Args:
+        best: plans that fit the devices, whatever they need of a host, fastest first.
+        machine: the memory of a device and of a host.
+    """
+    if not best:
+        return ""
+    lines = [f"the host alone is short: {summary(best[0], device)}"]
+    lines.append(f"      {machine.fits(best[0].plan, best[0].config)}")
+    lines.append(f"      {pasted(best[0].config)}")
+    for x in best:
+        alone = x.config.with_fields(no_save_optim=True)
+        if not machine.refuses(x.plan, alone):
+            lines.append(f"with --no-save-optim this fits: {summary(x, device)}")
+            lines.append(f"      {machine.fits(x.plan, alone)}")
+            lines.append(f"      {pasted(x.config)} --no-save-optim")
+            break
+    return "\n".join(lines)
+
+
 def _left_out(argv: Sequence[str], config: Config) -> list[str]:
     """Return the flags of `argv`, such as a switch, that a plan's flags after them cannot undo."""
     return left_out(read(Config, [*argv, *flags_of(config)]).value, config)
 
 
-def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machine) -> UserPlan:
+def _yours(
+    own: Config,
+    devices: int,
+    vocab: int,
+    device: Device,
+    machine: Machine,
+    asked: SearchRestrictions,
+) -> UserPlan:
     """Return the plan of the user's own flags, for comparison.
 
     The result is empty, `UserPlan()`, if no flag gives a layout such as
@@ -241,6 +291,7 @@ def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machi
         devices: the number of processes.
         vocab: the size of the tokenizer.
         machine: the memory of a device and of a host.
+        asked: the user's restrictions of the search.
     """
     if own.parallel == ParallelConfig() and own.batch.micro_batch_size is None:
         return UserPlan()
@@ -250,7 +301,9 @@ def _yours(own: Config, devices: int, vocab: int, device: Device, machine: Machi
         if problems := flag_problems(config):
             raise ConfigError(problems)
         config = with_vocabulary(config.with_batch(config.global_batch_size), vocab)
+        config, linked = by_rates(config, device)
         mine = of_run(config, device)
-        return UserPlan(mine, changes=tuple(one_change(mine, device, machine)))
+        changes = one_change(mine, device, machine, asked)
+        return UserPlan(mine, changes=tuple(changes), linked=tuple(linked))
     except (ConfigError, ScheduleError) as error:
         return UserPlan(refused=" ".join(str(error).split()))

@@ -14,7 +14,7 @@ from megapipe.config import Config
 from megapipe.plan import GIB, Plan, pieces_of
 from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.logits import FREE
-from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.device import DEVICES, Device
 from megapipe.plan.table import checkpoint_bytes, fits, waiting_bytes
 
 MEMORY = 80.0
@@ -90,6 +90,26 @@ class Machine:
         if more > 0:
             return f"{text}: does not fit, {more:,.4g} more than it has"
         return f"{text}: fits"
+
+
+def other_device(memory_gib: float | None, device: Device) -> list[str]:
+    """Return a line if --memory-gib is not the memory of the device whose speeds are assumed.
+
+    Less memory by up to a tenth is taken for what a device of this name shows.
+
+    Args:
+        memory_gib: the value of --memory-gib; None if it is not given.
+        device: the device of --rates. The list is empty if its memory is not known.
+    """
+    known = device.capacity / GIB
+    if memory_gib is None or not known or 0.9 * known <= memory_gib <= known:
+        return []
+    equal = [name for name, x in DEVICES.items() if x.capacity == memory_gib * GIB]
+    names = " or ".join(equal) or f"one of {', '.join(DEVICES)}, or a .json"
+    return [
+        f"{memory_gib:g} GiB is not the memory of the device whose speeds are assumed, {known:g} "
+        f"GiB ({device.source}): name yours by --rates {names}"
+    ]
 
 
 @dataclass(frozen=True)

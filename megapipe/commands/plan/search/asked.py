@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
@@ -138,6 +139,27 @@ def own_values(own: Config) -> dict[str, str]:
     found["recompute"] = _word(recomputes(own.model))
     found["sharding"] = _word(own.parallel.shards_grads)
     return found
+
+
+def allows_change(asked: SearchRestrictions, own: Config, changed: Config) -> bool:
+    """Return whether the restrictions of a search allow a change of the user's plan.
+
+    Axes that do not change keep the user's values, whatever the restrictions say of them.
+
+    Args:
+        own: the configuration of the user's plan.
+        changed: this configuration with one flag changed.
+    """
+    before = own_values(own)
+    chosen: dict[str, Any] = {}
+    for axis, value in own_values(changed).items():
+        if value != before[axis]:
+            chosen[axis] = value
+    if "sharding" in chosen:
+        chosen["sharding"] = chosen["sharding"] == "yes"
+    if chosen.get("recompute") == "none":
+        chosen["recompute"] = None
+    return chosen.get("schedule") not in asked.without and asked.allows(**chosen)
 
 
 def _values(axis: str, text: str) -> Iterator[str | None]:

@@ -61,11 +61,13 @@ class UserPlan:
         plan: None if a run refuses the flags, or no layout is among them.
         refused: why a run refuses the flags; "" if it does not.
         changes: lines on changes of one flag that shorten its step.
+        linked: lines on a flag that it has by --rates.
     """
 
     plan: TimedPlan | None = None
     refused: str = ""
     changes: tuple[str, ...] = ()
+    linked: tuple[str, ...] = ()
 
 
 def best_of(found: SearchResults) -> list[TimedPlan]:
@@ -105,7 +107,8 @@ def report(
         device: the device whose peak MFU is measured by; None for an H100.
         yours: the plan of the user's own flags; None to leave it out.
         undone: says which of the user's flags a plan cannot have.
-        take: a line on the plan to take where others are nearly as fast as the first.
+        take: a line on the plan to take where others are nearly as fast as the first. If nothing
+            fits, lines on plans for which the host alone is short.
     """
     best = best_of(found)
     ended = ""
@@ -121,8 +124,10 @@ def report(
     device = device or Device()
     if not best:
         lines = [f"{ended}nothing fits: {_lost(found)}"]
-        if (x := found.nearest) is not None:
-            lines.append(f"least memory: {_summary(x, device)}")
+        if take:
+            lines.append(take)
+        elif (x := found.nearest) is not None:
+            lines.append(f"least memory: {summary(x, device)}")
             lines += [
                 f"      {machine.fits(x.plan, x.config)}",
                 f"      {pasted(x.config)}",
@@ -131,7 +136,7 @@ def report(
     first = best[0]
     lines = []
     for n, x in enumerate(best, 1):
-        lines.append(f"{n:2}. {_summary(x, device)}")
+        lines.append(f"{n:2}. {summary(x, device)}")
         if n > 1:
             lines.append(f"      {_slower(x, first)}")
         lines.append(f"      {machine.fits(x.plan, x.config)}")
@@ -179,22 +184,28 @@ def _of_yours(
     x = yours.plan
     if x is None:
         return [f"{YOURS}: a run refuses these flags: {yours.refused}"] if yours.refused else []
-    lines = [f"{YOURS}: {_summary(x, device)}"]
+    lines = [f"{YOURS}: {summary(x, device)}"]
     verdict = machine.fits(x.plan, x.config)
     lines.append(f"      {verdict}")
     place = sum(other.step < x.step for other in best) + 1
-    if place > len(best):
+    has_room = "does not fit" not in verdict
+    if place > 1 and not has_room:
+        # A plan that cannot run has no place among those that can.
+        lines.append(f"      if it had room: {_slower(x, best[0])}")
+    elif place > len(best) == 1:
+        lines.append(f"      {_slower(x, best[0])}")
+    elif place > len(best):
         lines.append(f"      slower than all of these {len(best)}: {_slower(x, best[0])}")
     elif place > 1:
         lines.append(f"      number {place} of these {len(best)}: {_slower(x, best[0])}")
-    elif "does not fit" in verdict:
+    elif not has_room:
         lines.append("      faster than all of these, if it had room")
     else:
         lines.append("      faster than all of these")
     return [*lines, *(f"      {line}" for line in yours.changes)]
 
 
-def _summary(x: TimedPlan, device: Device) -> str:
+def summary(x: TimedPlan, device: Device) -> str:
     """Return times, memory, layout, schedule and recomputation of a plan in a line."""
     config = x.config
     tp, cp, pp, micro, ep, etp = x.layout
@@ -209,6 +220,9 @@ def _summary(x: TimedPlan, device: Device) -> str:
     text += f"recomputes {recomputes(config.model) or 'nothing'}"
     if any(len(step) > 1 for row in x.plan.schedule.ranks for step in row):
         text += ", passes in pairs"
+    # The name of the flag speaks of experts, and its pairs hide any communication.
+    if config.parallel.overlap_moe_expert_parallel_comm and not config.model.has_experts:
+        text += " (--overlap-moe-expert-parallel-comm, which also pairs passes without experts)"
     if config.overlaps_tp:
         text += ", tensor-parallel messages overlapped"
     if x.moves:
