@@ -12,11 +12,12 @@ from programs import run
 
 from megapipe.commands.main import command
 from megapipe.commands.plan.telling import goes_on, slow
-from megapipe.commands.plan.verdict import load_line
+from megapipe.commands.plan.verdict import load_line, other_device
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB, Plan, make_plan
+from megapipe.plan.seconds.device import DEVICES
 from megapipe.schedule.costs_file import load_costs
 
 MODEL = (
@@ -272,3 +273,59 @@ def test_a_page_says_the_seconds_of_a_save_or_what_it_lacks(capsys, tmp_path, ra
         Path(rates).write_text(json.dumps({"disk": size / 8}))
     command("plan")([*MODEL.split(), "--rates", rates])
     assert f"seconds to save it: {says}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rates", "flops"), [("h100", 5e14 / 3e11), ("a100", 1.9e14 / 2.2e11)])
+def test_a_byte_of_sharded_weights_costs_what_rates_say_and_a_run_has_the_same_plan_by_a_flag(rates, flops, capsys):
+    """One page said 22% for gathers, of 8000 FLOPs a byte, and 3.2% by the speeds of --rates."""
+    line = [*MODEL.split(), *["--pipeline-model-parallel-size", "1", "--world-size", "4", "--use-megatron-fsdp"]]
+    command("plan")([*line, "--rates", rates])
+    said = capsys.readouterr().out
+    assert f"where a byte takes as long as {round(flops)} FLOPs" in said
+    added = f"--data-parallel-flops-per-byte {round(flops)}"
+    assert f"So that a run makes this plan, add {added}: its default is 8000" in said
+    assert told([*line, "--rates", rates], capsys)["plan"] == told([*line, *added.split()], capsys)["plan"]
+    # A number of the user stays, and without shards nothing is said.
+    command("plan")([*line, "--rates", rates, "--data-parallel-flops-per-byte", "5"])
+    said = capsys.readouterr().out
+    assert "as long as 5 FLOPs" in said
+    assert "So that a run makes this plan" not in said
+    command("plan")([*line[:-1], "--rates", rates])
+    assert "FLOPs, by --rates" not in capsys.readouterr().out
+
+
+def test_the_names_of_rates_stand_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        command("plan")(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--rates names the device" in words
+    for name in DEVICES:
+        assert re.search(rf"\b{name}\b", words)
+
+
+def test_a_memory_that_is_not_of_the_device_whose_speeds_count_is_named():
+    """A search for 24 GiB took an H100's speeds, in one long line, and gave 2.8 s for 15.7."""
+    h100 = DEVICES["h100"]
+    (line,) = other_device(24, h100)
+    assert line == (
+        "24 GiB is not the memory of the device whose speeds are assumed, 80 GiB (H100's data sheet): "
+        "name yours by --rates rtx4090"
+    )
+    (line,) = other_device(40, h100)
+    assert line.endswith("name yours by --rates one of " + ", ".join(DEVICES) + ", or a .json")
+    assert [other_device(x, h100) for x in (None, 80, 79, 72)] == [[]] * 4
+    assert other_device(24, DEVICES["rtx4090"]) == other_device(24, DEVICES["a100"]) == []
+
+
+@pytest.mark.parametrize("schedule", ["", "--pipeline-schedule dualpipe-v"])
+def test_a_tied_embedding_counts_once_where_one_rank_has_both_ends(schedule, capsys):
+    """A model of 3.2e9 parameters was said to have 3.6e9."""
+    ranks = 2 if schedule else 1
+    line = [*MODEL.split(), "--padded-vocab-size", "2048", "--pipeline-model-parallel-size", str(ranks)]
+    line += ["--num-layers", "8", *schedule.split()]
+    untied = "--untie-embeddings-and-output-weights"
+    tied, apart = (sum(x["parameters"] for x in told(one, capsys)["stages"]) for one in (line, [*line, untied]))
+    assert apart - tied == 2048 * 32
+    command("plan")(line)
+    rows = [x.split() for x in capsys.readouterr().out.splitlines()[1 : 1 + 2 * ranks - (ranks == 1)]]
+    assert sum(int(row[-4].replace(",", "")) for row in rows) == tied

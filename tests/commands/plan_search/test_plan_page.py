@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 
 import pytest
 from small_searches import MODEL, SLOW, found_by, run_search
 
 from megapipe.commands.plan.main import main
-from megapipe.commands.plan.search.report import report
+from megapipe.commands.plan.one_change import one_change
+from megapipe.commands.plan.search.asked import SearchRestrictions, allows_change, asked_of
+from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.report import UserPlan, report, summary
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
@@ -245,3 +249,81 @@ def test_a_search_that_is_interrupted_says_its_best_so_far():
     assert report(found, Machine(GIB)).startswith(
         "the search was stopped before it had listed all plans; these are the best plans until then\n 1. "
     )
+
+
+def own_place(yours_percent, machine, plans=2):
+    """What a page says of the place of the user's plan, and all of the page."""
+    found = found_by("--global-batch-size 4", 1)
+    first = min(found.best.values(), key=lambda x: x.step)
+    best = {n: replace(first, step=(1 + 10 * n / 100) * first.step) for n in range(plans)}
+    mine = replace(first, step=(1 + yours_percent / 100) * first.step)
+    said = report(replace(found, best=best), machine, yours=UserPlan(mine))
+    return said.partition("\nyours: ")[2].splitlines()[2].strip()
+
+
+def test_a_plan_that_does_not_fit_has_no_place_among_those_that_do():
+    """It was number 2 of 3, and a device had no room for it."""
+    assert own_place(2, Machine(GIB)).startswith("number 2 of these 2: equal in time, within 5%: 2.0% slower")
+    assert own_place(12, Machine(GIB)).startswith("slower than all of these 2: 12.0% slower")
+    for percent in (2, 12):
+        assert re.match(r"if it had room: .*\d% slower than the first", own_place(percent, Machine(1.0)))
+
+
+def test_a_page_of_one_plan_does_not_speak_of_all_of_these():
+    assert own_place(2, Machine(GIB), plans=1).startswith("equal in time, within 5%: 2.0% slower than the first")
+
+
+def test_where_the_host_alone_is_short_the_page_says_which_plans_fit_the_devices(capsys, tmp_path):
+    """The least plan of memory was shown, of a layout that does not fit the device either."""
+    line = "--global-batch-size 8 --world-size 2 --memory-gib 1"
+    best, roomy = run_search(line, capsys, tmp_path)
+    short, said = run_search(f"{line} --host-memory-gib 0.002", capsys, tmp_path)
+    assert not short
+    assert f"the host alone is short: {best[0]['step_s']:.4g} s" in said.out
+    assert f"with --no-save-optim this fits: {best[0]['step_s']:.4g} s" in said.out
+    assert "least memory" not in said.out
+    (words,) = re.findall(r"^ +(--.*) --no-save-optim$", said.out, re.MULTILINE)
+    assert words == shlex.join(best[0]["flags"])
+    again, _ = run_search(f"{line} --host-memory-gib 0.002 --no-save-optim", capsys, tmp_path)
+    assert again[0]["plan"] == best[0]["plan"]
+    assert "the host alone is short" not in roomy.out
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [("", True), ("--without dualpipe-v", False), ("--among schedule=1f1b,zb-h1", False), ("--among tp=1", True)],
+)
+def test_changes_of_one_flag_keep_the_restrictions_of_a_search(words, names):
+    """A search without a schedule proposed it as a change of the user's plan."""
+    flags = "--global-batch-size 16 --pipeline-model-parallel-size 4"
+    config = replace(parse(Config, [*MODEL.split(), *flags.split()]), world_size=4)
+    kind, _, values = words.partition(" ")
+    given = {"--among": (), "--without": ()} | ({kind: (values,)} if kind else {})
+    asked = asked_of((), given["--among"], given["--without"], config)
+    for name, allowed in (("dualpipe-v", names), ("1f1b-v", "schedule" not in words)):
+        changed = config.with_fields(pipeline_schedule=name)
+        assert allows_change(asked, config, changed) == allowed
+    full = config.with_fields(recompute_granularity="full")
+    assert allows_change(asked, config, full)
+    assert not allows_change(SearchRestrictions(without=frozenset(["recompute"])), config, full)
+
+
+def test_changes_of_one_flag_hide_nothing_where_a_search_is_without_hiding():
+    flags = "--global-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+    config = replace(parse(Config, [*MODEL.split(), *flags.split(), "--padded-vocab-size", "1024"]), world_size=4)
+    mine = of_run(config, SLOW)
+    names = re.compile("--(tp-comm-overlap|overlap-grad-reduce|overlap-param-gather)")
+    for without, hides in ((frozenset(), True), (frozenset(["hiding"]), False)):
+        changes = one_change(mine, SLOW, Machine(GIB), SearchRestrictions(without=without))
+        assert bool(names.search(" ".join(changes))) == hides
+
+
+def test_a_flag_named_after_experts_is_explained_where_a_model_has_none():
+    for experts in ("", "--num-experts 2 --moe-router-topk 1"):
+        words = [*MODEL.split(), *["--global-batch-size", "8", "--tensor-model-parallel-size", "2"], *experts.split()]
+        words += ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "dualpipe-v"]
+        words += ["--overlap-moe-expert-parallel-comm", "--padded-vocab-size", "1024"]
+        config = replace(parse(Config, words), world_size=4)
+        said = summary(of_run(config, SLOW), SLOW)
+        assert "passes in pairs" in said
+        assert ("which also pairs passes without experts" in said) == (not experts)

@@ -190,7 +190,7 @@ def _of_yours(
     place = sum(other.step < x.step for other in best) + 1
     has_room = "does not fit" not in verdict
     if place > 1 and not has_room:
-        # A plan that cannot run has no place among those that can.
+        # A plan that cannot run has no place among plans that run.
         lines.append(f"      if it had room: {_slower(x, best[0])}")
     elif place > len(best) == 1:
         lines.append(f"      {_slower(x, best[0])}")
