@@ -224,7 +224,7 @@ def newton_schulz(
     """Return approximately U V^T, given x [rows, columns] with the decomposition U S V^T.
 
     After five steps, singular values above 1/500 of x's Frobenius norm are between 0.6 and 1.3.
-    Smaller ones stay below that.
+    Smaller ones may stay below 0.6.
 
     Args:
         steps: number of steps.
