@@ -12,6 +12,7 @@ from whole_step import StepInfo, take_step
 
 from megapipe.config import OptimizerConfig
 from megapipe.distributed.axis import ALONE, Axis
+from megapipe.distributed.layout import Layout, set_layout
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.optim.census import Census
@@ -90,6 +91,19 @@ def test_a_model_of_which_nothing_is_trained_is_refused_unless_that_is_meant() -
         Optimizer([frozen], SGD, ProcessMesh.single())
     optimizer = Optimizer([frozen], OptimizerConfig(freeze_all_layers=True), ProcessMesh.single())
     assert optimizer.params_norm() == pytest.approx(2**0.5)
+
+
+def test_frozen_experts_of_all_ranks_count_in_the_norm_and_a_dense_weight_once() -> None:
+
+    def body(mesh: ProcessMesh) -> float:
+        dense = set_layout(nn.Parameter(torch.ones(2), requires_grad=False), Layout((2,), None))
+        expert = nn.Parameter(torch.full((1, 2), 2.0 + mesh.ep.rank), requires_grad=False)
+        set_layout(expert, Layout((2, 2), 0, experts=True))
+        stage = Bag({"dense": dense, "experts": expert})
+        return Optimizer([stage], OptimizerConfig(freeze_all_layers=True), mesh).params_norm()
+
+    norms = run_threads(body, dp=2, ep=2)
+    assert norms == pytest.approx([(2 * 1 + 2 * 4 + 2 * 9) ** 0.5] * 2)
 
 
 def test_ends_that_begin_otherwise_train_the_owners_weight() -> None:
