@@ -7,11 +7,14 @@ import time
 from dataclasses import replace
 
 import pytest
-from small_searches import MODEL, SLOW
+from small_searches import MODEL, SLOW, found_by
 
 from megapipe.commands.plan.pasted import changed, flags_of, near_line, pasted, to_take
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of, joined
+from megapipe.commands.plan.search.found import SearchResults
+from megapipe.commands.plan.search.judging import Judging
 from megapipe.commands.plan.search.report import report
+from megapipe.commands.plan.search.screen import CandidatePlan
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.searched import SearchFlags, searched
 from megapipe.commands.plan.verdict import Machine
@@ -124,3 +127,25 @@ def test_a_plans_flags_are_text_for_a_shell():
     config = parse(Config, [*MODEL.split(), "--pipeline-model-parallel-layout", "Et|(t|)*2tL"])
     assert shlex.split(pasted(config)) == flags_of(config)
     assert "'Et|(t|)*2tL'" in pasted(config)
+
+
+def test_where_nothing_fits_the_nearest_plan_has_the_layers_with_which_it_needs_least():
+    """It was named with layers divided evenly, which need a sixth more than the least that was found."""
+    own = "--num-layers 8 --global-batch-size 2 --untie-embeddings-and-output-weights"
+    axes = {"pp": "2", "tp": "1", "micro": "1", "schedule": "zb-v", "recompute": "none", "sharding": "no"}
+    found = found_by(own, 2, 0.005 * GIB, SLOW, "moves", **axes)
+    peak, candidate = found.least
+    assert candidate is not None
+    assert candidate.balanced
+    assert not found.sketches
+    assert found.nearest is not None
+    assert found.nearest.peak == pytest.approx(peak)
+    assert set(found.nearest.plan.counts) != {2}
+
+
+def test_a_candidate_without_a_table_does_not_say_for_those_alike_that_ranks_have_equal_work():
+    cell = parse(Config, [*MODEL.split(), "--global-batch-size", "8", "--pipeline-model-parallel-size", "2"])
+    few = CandidatePlan(1.0, 1.0, 0, "dualpipe-v", None)
+    more = few._replace(least=2.0)
+    judging = Judging(SearchResults(), None, [replace(cell, world_size=2)], lambda *_: None)
+    assert judging.balanced([more, few], lambda x: None if x == few else True) == [more._replace(balanced=True)]

@@ -135,7 +135,7 @@ class Judging:
             self.found.lost[SLOWER if x.moves else _BOUND] += 1
 
     def balanced(
-        self, candidates: list[CandidatePlan], is_uneven: Callable[[CandidatePlan], bool]
+        self, candidates: list[CandidatePlan], is_uneven: Callable[[CandidatePlan], bool | None]
     ) -> list[CandidatePlan]:
         """Return the candidates with a pipeline again, with layers divided by their work.
 
@@ -145,10 +145,11 @@ class Judging:
 
         Args:
             candidates: candidates with layers divided evenly.
-            is_uneven: says whether ranks of a candidate have unequal work.
+            is_uneven: says whether ranks of a candidate have unequal work. None if there is no
+                such plan, so that the next candidate is asked.
         """
         limits = self.found.limits
-        uneven: dict[Any, bool] = {}
+        uneven: dict[Any, bool | None] = {}
         found = []
         for x in sorted(candidates, key=attrgetter("least")):
             layout, kind = self.keys[x.cell]
@@ -156,7 +157,7 @@ class Judging:
                 continue
             granularity = self.cells[x.cell].model.recompute_granularity
             alike = (layout[2], x.schedule, x.chunks, granularity)
-            if alike not in uneven:
+            if uneven.get(alike) is None:
                 uneven[alike] = is_uneven(x)
             if uneven[alike]:
                 found.append(x._replace(balanced=True))

@@ -142,13 +142,10 @@ class Screen:
             # A cell's plan has 1F1B, so its peak says nothing of other schedules.
             sharded = cell.parallel.use_megatron_fsdp
             return plan if sharded or candidate.schedule == PLAIN else plan._replace(peak=inf)
-        config = under(cell, candidate.schedule, candidate.chunks)
         try:
-            if candidate.balanced:
-                counts = by_work(plan.pieces, short(config, 1), self.device)
-                if counts is None:
-                    return Rejection(EVEN)
-                config = split_as(config, counts)
+            config = self.config_of(candidate)
+            if config is None:
+                return Rejection(EVEN)
             judged = self._extrapolated(plan, config, candidate, limit)
         except (ConfigError, ScheduleError):
             return Rejection(OUT_OF_MEMORY if candidate.moves else NO_TABLE)
@@ -156,18 +153,36 @@ class Screen:
             return replace(judged, balanced=candidate.balanced)
         return judged
 
-    def is_uneven(self, candidate: CandidatePlan) -> bool:
+    def config_of(self, candidate: CandidatePlan) -> Config | None:
+        """Return the configuration of a candidate, with its schedule and the layers of its stages.
+
+        Returns None for layers by their work if ranks have about equal work already.
+
+        Args:
+            candidate: a plan of the search.
+        Raises: ConfigError, ScheduleError if there are no such stages or microbatches.
+        """
+        cell = self.cells[candidate.cell]
+        config = under(cell, candidate.schedule, candidate.chunks)
+        if not candidate.balanced:
+            return config
+        counts = by_work(self.counted.pieces(cell), short(config, 1), self.device)
+        if counts is None:
+            return None
+        return split_as(config, counts)
+
+    def is_uneven(self, candidate: CandidatePlan) -> bool | None:
         """Return whether ranks of a candidate have unequal work, if its layers are divided evenly.
+
+        Returns None if there are no such stages or microbatches.
 
         Args:
             candidate: a plan of the search.
         """
-        cell = self.cells[candidate.cell]
-        few = short(under(cell, candidate.schedule, candidate.chunks), 1)
         try:
-            return by_work(self.counted.pieces(cell), few, self.device) is not None
+            return self.config_of(candidate._replace(balanced=True)) is not None
         except (ConfigError, ScheduleError):
-            return False
+            return None
 
     def split_by_clock(self, x: ExtrapolatedPlan) -> Config:
         """Return a plan's configuration with the layers of each stage that a clock finds best.

@@ -210,9 +210,9 @@ def _finish(
     """
     _, nearest = found.least
     if not found.sketches and nearest is not None:
-        cell = under(screen.cells[nearest.cell], nearest.schedule, nearest.chunks)
         with suppress(ConfigError, ScheduleError):
-            found.nearest = of_run(cell, screen.device)
+            if (config := screen.config_of(nearest)) is not None:
+                found.nearest = of_run(config, screen.device)
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
     plans, small = _to_make(ranked, asked, few=bool(found.stopped))
