@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from small_searches import MODEL, SLOW, found_by
 
-from megapipe.commands.plan.pasted import changed, flags_of, near_line, pasted, to_take
+from megapipe.checks.run import flag_problems
+from megapipe.commands.plan.pasted import changed, flags_of, left_out, near_line, pasted, to_take
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of, joined
 from megapipe.commands.plan.search.found import SearchResults
 from megapipe.commands.plan.search.judging import Judging
@@ -149,3 +150,16 @@ def test_a_candidate_without_a_table_does_not_say_for_those_alike_that_ranks_hav
     more = few._replace(least=2.0)
     judging = Judging(SearchResults(), None, [replace(cell, world_size=2)], lambda *_: None)
     assert judging.balanced([more, few], lambda x: None if x == few else True) == [more._replace(balanced=True)]
+
+
+@pytest.mark.parametrize("own", ["--num-layers 10", "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2"])
+def test_stages_that_a_layout_lists_are_not_given_a_second_time(own):
+    """A run refused the flags to paste, as both say the stages of a rank."""
+    axes = {"pp": "2", "tp": "1", "micro": "1", "schedule": "interleaved", "recompute": "none", "sharding": "no"}
+    found = found_by(f"{own} --global-batch-size 8", 2, GIB, SLOW, "moves", **axes)
+    (x,) = found.best.values()
+    assert x.config.parallel.pipeline_model_parallel_layout
+    given = parse(Config, [*MODEL.split(), *own.split(), "--global-batch-size", "8", *flags_of(x.config)])
+    dropped = [name.removeprefix("--").replace("-", "_") for name in left_out(given, x.config)]
+    assert dropped == ["num_virtual_stages_per_pipeline_rank"] * ("stages" in own)
+    assert not flag_problems(replace(given.with_fields(**dict.fromkeys(dropped)), world_size=2))

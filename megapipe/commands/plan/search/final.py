@@ -8,6 +8,7 @@ from megapipe.commands.plan.search.cells import under
 from megapipe.config import Config, ParallelConfig
 from megapipe.config.notes import flag
 from megapipe.errors import ScheduleError
+from megapipe.partition.layout import AUTO
 from megapipe.plan import GIB, pieces_of, plan_of
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import replicas, ring
@@ -48,8 +49,19 @@ def as_run(config: Config, device: Device, memory: float, *, moves: bool) -> Tim
 
 def of_run(config: Config, device: Device) -> TimedPlan:
     """Return the plan that a run with this configuration makes, with the times of its step."""
+    config = launched(config)
     plan = plan_of(config, pieces_of(config, config.model), recomputes=True)
     return replace(timed(plan, config, device), peak=max(plan.peak_bytes))
+
+
+def launched(config: Config) -> Config:
+    """Return the configuration without a number of stages that its layout lists already.
+
+    A run refuses to be told twice how many stages a rank has.
+    """
+    if config.parallel.pipeline_model_parallel_layout in (None, AUTO):
+        return config
+    return config.with_fields(num_virtual_stages_per_pipeline_rank=None)
 
 
 def any_order(config: Config, device: Device, memory: float) -> TimedPlan:

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.cells import under
-from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.final import launched, of_run
 from megapipe.commands.plan.search.found import SearchResults
 from megapipe.commands.plan.search.hiding import with_fewest_flags
 from megapipe.commands.plan.verdict import Machine
@@ -72,7 +72,7 @@ def _take(
         found.lost["of too many slices to look at"] += 1
         return
     # A run may refuse slices of this model, for example with multi-token prediction.
-    if flag_problems(config):
+    if flag_problems(launched(config)):
         found.lost["refused by the checks of a run"] += 1
         return
     try:
