@@ -7,7 +7,7 @@ import time
 import pytest
 from coverage import CoverageData
 
-from tools.proofs.mutants.copy import forked
+from tools.proofs.mutants.copy import Copy, forked
 from tools.proofs.mutants.lines import Lines
 
 SOURCE = """\
@@ -80,3 +80,17 @@ def test_a_fork_ends_with_what_became_of_the_mutant(status, result):
 
 def test_a_fork_that_does_not_end_hangs():
     assert forked(lambda: time.sleep(60) or 0, 0.1)[0] == "hangs"
+
+
+@pytest.mark.parametrize("tests, outcome", [(["a", "gone"], ("killed", "a")), (["gone"], ("survived", "no such test"))])
+def test_a_test_that_is_not_there_kills_no_mutant(tmp_path, tests, outcome):
+    """pytest ended with an error of its own, and the mutant counted as killed."""
+    copy = object.__new__(Copy)
+    copy.output = tmp_path / "output"
+
+    def pytest_of(words):
+        copy.output.write_text("ERROR: not found: /copy/gone\n" if "gone" in words else "FAILED a - x\n")
+        return 4 if "gone" in words else 1
+
+    copy._pytest = pytest_of
+    assert copy.run(tests, 60)[:2] == outcome
