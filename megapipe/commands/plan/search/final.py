@@ -57,7 +57,7 @@ def of_run(config: Config, device: Device) -> TimedPlan:
 def launched(config: Config) -> Config:
     """Return the configuration without a number of stages that its layout lists already.
 
-    A run refuses to be told twice how many stages a rank has.
+    A run refuses two flags that say how many stages a rank has.
     """
     if config.parallel.pipeline_model_parallel_layout in (None, AUTO):
         return config
