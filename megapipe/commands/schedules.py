@@ -27,6 +27,7 @@ from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import parts_line, to_line
 from megapipe.schedule.text import load, to_csv, to_json
 from megapipe.schedule.views.compare import to_table
+from megapipe.schedule.views.divided import in_units, said_of
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.features.moved import refuse_unfinished
 from megapipe.schedule.views.features.paired import paired_table
@@ -198,6 +199,10 @@ def run_compare(args: Namespace) -> int:
     for cost in args.costs:
         attending = _attending(_priced(cost, args.comm_share), args, args.files)
         costs.append(stated(attending, args))
+    # Of several costs each might have units of its own, and a limit is in the same unit for all.
+    units: list[str] = []
+    if len(costs) == 1:
+        costs[0], args.memory, units = in_units(costs[0], args.memory)
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
     refuse_idle(args, {})
     # The parts are the same for every point, so passes of the step get the first costs.
@@ -212,6 +217,8 @@ def run_compare(args: Namespace) -> int:
         )
     slices = cutting(args) if args.slices else None
     names = [*(args.only or SCHEDULES), *args.files]
+    for line in units:
+        print(line)
     # Tables with pairs have columns of their own, and no advice.
     if args.pairs:
         _refuse_with_pairs(args, parts, figure)
@@ -283,7 +290,15 @@ def _print_points(points: Sequence[Comparison]) -> None:
             print(point.text("ranks", "microbatches", "costs"))
         print(to_table(point.rows))
         print()
-        for line in point.advice:
+        stages = {row.divided for row in point.measured if row.divided}
+        said = said_of(point.costs, stages)
+        missing = len(point.rows) - len(point.measured)
+        if missing >= len(point.measured) > 0:
+            said.append(
+                f"{missing} of {len(point.rows)} schedules are missing, for the reasons above: "
+                "what follows is of the others alone."
+            )
+        for line in [*said, *point.advice]:
             print(textwrap.fill(line, width))
 
 

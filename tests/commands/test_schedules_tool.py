@@ -172,7 +172,12 @@ def compared(tmp_path, **costs) -> str:
 
 def test_costs_of_stages_compare_the_schedules_that_have_so_many(tmp_path):
     """1f1b, the measure of others, has four; it ended in StopIteration, and without any row in a ValueError."""
-    assert compared(tmp_path, f=[1] * 8, b=[1] * 8, w=[1] * 8).startswith("Stay with zb-v (makespan 51): none that")
+    eight = {"f": [1] * 8, "b": [1] * 8, "w": [1] * 8}
+    # Neighbours are merged for 1f1b, (8 + 3) x 3 x 2, unless each has a share of attention of its own.
+    assert "Take zb-v: makespan 51, 22.7% less than 1f1b (66)" in compared(tmp_path, **eight)
+    alone = compared(tmp_path, **eight, attention_f=[0.5] * 8)
+    assert "Stay with zb-v (makespan 51): none that" in alone
+    assert "schedules are missing" not in alone
     assert (
         compared(tmp_path, f=[1] * 5, b=[1] * 5, w=[1] * 5) == "No schedule takes these numbers; the reasons are above."
     )
@@ -344,3 +349,22 @@ def test_compare_adds_the_parts_that_show_adds():
     shown = tool("show", "zb-h1", *SIZE, *parts).stdout
     makespan = re.search(r"makespan ([\d.]+)", shown).group(1)
     assert re.search(rf"^zb-h1 +{re.escape(makespan)} ", rows, re.M)
+
+
+def test_costs_that_a_plan_wrote_are_compared_in_teraflops_and_gib_for_all_schedules(tmp_path):
+    """A table in numbers such as 2920539793770000 had 14 of 23 schedules refused, and advice from the rest."""
+    file = tmp_path / "costs.json"
+    stages = {"f": [2e12] * 4, "b": [2e12] * 4, "w": [2e12] * 4, "mem_b": [2.0**30] * 4, "mem_w": [2.0**30] * 4}
+    file.write_text(json.dumps(stages))
+    said = tool("compare", *SIZE, "--costs", file, "--memory", 5 * 2**30, "--only", "zb-v").stdout
+    assert said.startswith("times in TFLOPs: ")
+    # 1F1B of 4 ranks and 8 microbatches takes (8 + 3) (F + B + W) and holds 4 microbatches.
+    assert re.search(r"^1f1b +66 .* 66 +18 +27.3 +4 ", said, re.MULTILINE)
+    assert re.search(r"^zb-v .* in 8 stages$", said, re.MULTILINE)
+    assert "the costs name 4 stages. For schedules of 8 stages each is divided equally" in said
+    sizes = ("--pp", "8", "--microbatches", "8")
+    part = tool("compare", *sizes, "--costs", file, "--only", "zb-v").stdout
+    assert "in 16 stages" in part
+    sizes = ("--pp", "3", "--microbatches", "8")
+    none = tool("compare", *sizes, "--costs", file, "--only", "zb-v").stdout
+    assert "No schedule takes these numbers; the reasons are above." in none

@@ -127,6 +127,58 @@ def changed(own: Config, config: Config) -> list[str]:
     return left_out(own, config)
 
 
+def choices(config: Config) -> list[str]:
+    """Return the fields that a search chose and whose flags a run without a layout does not have.
+
+    The fewer there are, the plainer is the plan. 1F1B is no choice.
+    """
+    chosen = chosen_fields(config)
+    found = []
+    for flag in all_flags(Config).values():
+        is_chosen = flag.field in chosen.get(flag.section, ())
+        if is_chosen and config.value(flag.field) not in (flag.default, PLAIN):
+            found.append(flag.field)
+    return found
+
+
+def plainness(config: Config) -> tuple[bool, int]:
+    """Return (whether weights are sharded, number of choices); less is plainer."""
+    return config.parallel.use_megatron_fsdp, len(choices(config))
+
+
+def plainest(plans: Sequence[TimedPlan]) -> TimedPlan | None:
+    """Return the plan with the fewest choices of those within CLOSE of the fastest.
+
+    Plans with sharded weights come after all others. Of several such plans the fastest is
+    returned; None without plans.
+    """
+    least = min((x.step for x in plans), default=0.0)
+    near = [x for x in plans if x.step < (1 + CLOSE) * least]
+    return min(near, key=lambda x: (*plainness(x.config), x.step), default=None)
+
+
+def plainest_line(best: Sequence[TimedPlan]) -> str:
+    """Return a line on the plan that `plainest` returns; "" if the first is about as plain.
+
+    Args:
+        best: the plans of the report, fastest first.
+    """
+    x = plainest(best)
+    if x is None:
+        return ""
+    few = len(choices(x.config))
+    many = len(choices(best[0].config))
+    # One flag less is no reason to look at another plan.
+    if many - few < 2:
+        return ""
+    number = next(n for n, other in enumerate(best, 1) if other is x)
+    slower = f"{x.step / best[0].step - 1:.1%} slower than the first"
+    return (
+        f"the plainest within {CLOSE:.0%}: number {number}, {slower}, {few} flags away from their "
+        f"defaults against {many}"
+    )
+
+
 def is_equal(first: TimedPlan, x: TimedPlan) -> bool:
     """Return whether a plan is slower than the first by less than predictions can tell.
 

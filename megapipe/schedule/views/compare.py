@@ -13,6 +13,7 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import simulate
+from megapipe.schedule.views.divided import over_stages
 from megapipe.schedule.views.makers import cut_makers, makers_of
 from megapipe.schedule.views.scene import short
 
@@ -56,6 +57,8 @@ class Row:
         parameters: most parameters of any rank, in units of 1/p of the model on p ranks.
         sent: largest number of tensors that a rank sends.
         fits: the peak is within the memory limit.
+        divided: stages over which costs of another number of stages were divided or merged; 0 if
+            the costs name the schedule's own stages, or none.
     """
 
     label: str
@@ -68,6 +71,7 @@ class Row:
     parameters: float
     sent: int
     fits: bool = True
+    divided: int = 0
 
     @property
     def bubble_share(self) -> float:
@@ -139,7 +143,11 @@ def compare(
             table = make(report)
             if parts is not None:
                 table = _with_parts(parts, table, costs, memory)
-            rows.append(measure(table, costs, label, memory))
+            fitted = over_stages(costs, table.placement.chain)
+            row = measure(table, fitted, label, memory)
+            if fitted != costs:
+                row = replace(row, divided=table.placement.chain)
+            rows.append(row)
         # The other schedules still have their rows, and a reader sees why this one has none.
         except ScheduleError as error:
             rows.append(Refusal(label, str(error)))
@@ -275,6 +283,8 @@ def cells_of(rows: Sequence[Row | Refusal]) -> list[tuple[str, ...]]:
         if reference:
             change = f"{100 * (row.makespan / reference - 1):+.1f} %"
         over = ""
+        if row.divided:
+            over = f"in {row.divided} stages"
         if not row.fits:
             over = "over the limit"
         cells.append(

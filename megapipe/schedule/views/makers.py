@@ -13,6 +13,7 @@ from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import parts_line
+from megapipe.schedule.views.divided import over_stages
 from megapipe.schedule.views.features.sliced import in_slices
 
 Make = Callable[[Callable[[float], None]], Schedule]
@@ -41,7 +42,15 @@ def makers_of(
     """
 
     def fixed(name: str, chunks: int | None = None) -> Make:
-        return lambda report: build(name, ranks, microbatches, chunks=chunks, costs=costs)
+        def made(report: Callable[[float], None]) -> Schedule:
+            fitted = costs
+            if isinstance(costs.f, tuple) and not is_file(name):
+                # Costs that name other stages are divided, and only a table knows how many it has.
+                table = build(name, ranks, microbatches, chunks=chunks)
+                fitted = over_stages(costs, table.placement.chain)
+            return build(name, ranks, microbatches, chunks=chunks, costs=fitted)
+
+        return made
 
     def searched(name: str, objective: str) -> Make:
         return lambda report: entry_of(name).generate(

@@ -10,11 +10,20 @@ import pytest
 from small_searches import MODEL, SLOW, found_by
 
 from megapipe.checks.run import flag_problems
-from megapipe.commands.plan.pasted import changed, flags_of, left_out, near_line, pasted, to_take
+from megapipe.commands.plan.pasted import (
+    changed,
+    choices,
+    flags_of,
+    left_out,
+    near_line,
+    pasted,
+    plainest_line,
+    to_take,
+)
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of, joined
 from megapipe.commands.plan.search.found import SearchResults
 from megapipe.commands.plan.search.judging import Judging
-from megapipe.commands.plan.search.report import report
+from megapipe.commands.plan.search.report import best_of, report
 from megapipe.commands.plan.search.screen import CandidatePlan
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.searched import SearchFlags, searched
@@ -100,6 +109,47 @@ def test_of_plans_equal_in_time_the_one_with_fewest_changes_is_taken_and_then_th
     assert to_take(best[:3], own) == 2
     assert changed(own, best[0].config) == ["--recompute-granularity", "--pipeline-schedule"]
     assert changed(own, own.with_fields(pipeline_schedule="1f1b")) == []
+
+
+def test_the_plainest_of_plans_nearly_as_fast_is_made_and_named():
+    """A wave of 4 chunks on 1 pipeline rank hid the plan without any pipeline flag, 0.6% slower."""
+    own = parse(Config, [*MODEL.split(), "--global-batch-size", "4"])
+    asked = SearchRestrictions(among={"tp": frozenset("1"), "pp": frozenset("1")}, without=frozenset(["sharding"]))
+    found = search(own, 2, Machine(GIB), SLOW, 1000, asked=asked)
+    first = min(found.best.values(), key=lambda x: x.step)
+    plain = min(found.finished, key=lambda x: len(choices(x.config)))
+    assert not {"pipeline_schedule", "num_virtual_stages_per_pipeline_rank"} & {*choices(plain.config)}
+
+    def plan(percent: int, **changes):
+        config = plain.config.with_fields(**changes)
+        return replace(first, step=(1 + percent / 100) * first.step, config=config)
+
+    wave = {"pipeline_schedule": "hanayo", "num_virtual_stages_per_pipeline_rank": 2}
+    plans = [plan(0, **wave), plan(2, use_megatron_fsdp=True), plan(4), plan(6)]
+    shown = best_of(replace(found, best={0: plans[0]}, finished=plans))
+    assert shown == [plans[0], plans[2]]
+    few = len(choices(plans[2].config))
+    assert plainest_line(shown) == (
+        f"the plainest within 5%: number 2, 4.0% slower than the first, {few} flags away from their defaults "
+        f"against {few + 2}"
+    )
+    assert plainest_line(shown[1:]) == ""
+
+
+def test_where_only_the_schedule_is_free_each_schedule_has_its_plan():
+    """Seven schedules were asked for, and the page had one plan and "7 slower than others of their kind"."""
+    own = parse(Config, [*MODEL.split(), "--global-batch-size", "16"])
+    sizes = {axis: frozenset([value]) for axis, value in {"tp": "2", "pp": "2", "micro": "1"}.items()}
+    schedules = {"1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half"}
+    asked = SearchRestrictions(
+        {**sizes, "schedule": frozenset(schedules), "recompute": frozenset(["none"])}, frozenset(["sharding"])
+    )
+    plans = best_of(search(own, 4, Machine(GIB), SLOW, 1000, asked=asked))
+    shown = [(x.schedule, x.config.parallel.overlap_moe_expert_parallel_comm, x.config.overlaps_tp) for x in plans]
+    assert len(shown) == len({*shown})
+    assert {name for name, pairs, overlaps in shown if not pairs and not overlaps} == schedules
+    assert any(pairs for _, pairs, _ in shown)
+    assert plans == sorted(plans, key=lambda x: x.step)
 
 
 def test_plans_of_other_layouts_that_are_nearly_as_fast_are_named():

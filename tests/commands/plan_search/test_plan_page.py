@@ -166,7 +166,8 @@ def test_plans_closer_than_predictions_can_tell_are_called_equal():
     for n, name in enumerate(("tensor_model_parallel_size", "expert_model_parallel_size", "micro_batch_size"), 1):
         other = replace(first.config.with_fields(**{name: 2}), world_size=2)
         best[n] = replace(first, step=(1 + n / 100) * first.step, config=other)
-    rows = [line for line in report(replace(found, best=best), Machine(GIB)).splitlines() if "% slower" in line]
+    shown = replace(found, best=best, finished=[*best.values()])
+    rows = [line for line in report(shown, Machine(GIB)).splitlines() if "% slower" in line]
     assert rows[3].startswith("      equal in time, within 5%: 4.0% slower than the first")
     others = [row.partition(" than the first")[0] for row in (*rows[:3], rows[4])]
     assert others == [f"      {n}.0% slower" for n in (1, 2, 3, 6)]
@@ -257,7 +258,7 @@ def own_place(yours_percent, machine, plans=2):
     first = min(found.best.values(), key=lambda x: x.step)
     best = {n: replace(first, step=(1 + 10 * n / 100) * first.step) for n in range(plans)}
     mine = replace(first, step=(1 + yours_percent / 100) * first.step)
-    said = report(replace(found, best=best), machine, yours=UserPlan(mine))
+    said = report(replace(found, best=best, finished=[*best.values()]), machine, yours=UserPlan(mine))
     return said.partition("\nyours: ")[2].splitlines()[2].strip()
 
 

@@ -35,6 +35,29 @@ def test_compare_has_a_row_or_a_reason_for_every_schedule():
     assert all(row.label in to_table(rows) for row in rows)
 
 
+def test_costs_of_equal_stages_are_those_of_a_rank_however_many_stages_a_schedule_has():
+    """Costs of a plan of 4 stages dropped 14 of 23 schedules: "Costs.f names 4 stages, ... cut in 8"."""
+    names = [name for name in FIXED if not SCHEDULES[name].searched]
+    of_rank = Costs(10, 11, 8, mem_b=3, mem_w=2)
+    expected = compare(4, 8, of_rank, names=names)
+    assert not any(isinstance(row, Refusal) for row in expected)
+    # Four stages are divided for zb-v, and sixteen are merged for all others.
+    for stages in (4, 8, 16):
+        tuples = {name: (4 / stages * getattr(of_rank, name),) * stages for name in ("f", "b", "w", "mem_b", "mem_w")}
+        rows = compare(4, 8, Costs(**tuples), names=names)
+        for row, other in zip(rows, expected, strict=True):
+            assert (row.label, row.sent) == (other.label, other.sent)
+            assert (row.makespan, row.peak) == pytest.approx((other.makespan, other.peak))
+            assert row.divided in {0, 4, 8, 16} - {stages}
+
+
+def test_stages_that_do_not_go_into_each_other_stay_refused():
+    rows = compare(3, 6, Costs(f=(1.0,) * 4, b=(1.0,) * 4, w=(1.0,) * 4), names=["1f1b", "zb-v"])
+    assert [row.reason for row in rows if isinstance(row, Refusal)] == [
+        f"Costs.f names 4 stages, but the model is cut in {stages}." for stages in (3, 6)
+    ]
+
+
 def test_what_does_not_fit_is_neither_hidden_nor_recommended():
     rows = fixed_rows(4, 8, Costs(10, 11, 8), memory=3)
     assert {row.label for row in rows if row.fits} == {"naive", "group-interleaved", "1f1b-v", "v-half", "v-min"}

@@ -18,29 +18,35 @@ from megapipe.commands.plan.search.screen import (
     kind_of,
 )
 from megapipe.commands.plan.verdict import Machine
+from megapipe.config import Config
 from megapipe.plan.seconds.step import Layout, TimedPlan
 
 OF_KIND = 4
 """Layouts of each kind that the search keeps."""
+Group = tuple[Layout, str]
+"""(layout, schedule, or "" for all schedules), made by `SearchResults.group`."""
+Key = tuple[Layout, Kind, bool, tuple[object, ...]]
+"""(layout, kind, whether single activations are moved, how compared plans differ otherwise)."""
 
 
 class Limits(NamedTuple):
-    """The seconds above which a plan's step will not be reported, for each layout and kind.
+    """The seconds above which a plan's step will not be reported, for each group and kind.
 
-    A kind is (whether weights are sharded, whether there is a pipeline). The search keeps the best
-    plan of each layout, and the best OF_KIND layouts of each kind.
+    A kind is (whether weights are sharded, whether there is a pipeline). A group is a layout; where
+    schedules are compared it is a layout with a schedule. The search keeps the best plan of each
+    group, and the best OF_KIND layouts of each kind.
 
     Attributes:
-        steps: {kind: {layout: seconds of the best step so far}}.
+        steps: {kind: {group: seconds of the best step so far}}.
         last: {kind: seconds of the slowest layout's step}, for kinds that have OF_KIND layouts.
     """
 
-    steps: dict[Kind, dict[Layout, float]]
+    steps: dict[Kind, dict[Group, float]]
     last: dict[Kind, float]
 
-    def of(self, layout: Layout, kind: Kind) -> float:
-        """Return the seconds above which a step of this layout and kind will not be reported."""
-        known = self.steps.get(kind, {}).get(layout, inf)
+    def of(self, group: Group, kind: Kind) -> float:
+        """Return the seconds above which a step of this group and kind will not be reported."""
+        known = self.steps.get(kind, {}).get(group, inf)
         return min(known, self.last.get(kind, inf))
 
 
@@ -50,6 +56,8 @@ class SearchResults:
 
     A plan's key is (layout, kind, whether single activations are offloaded or recomputed). The kind
     is (whether weights are sharded, whether there is a pipeline). One plan is kept for each key.
+    Where a user leaves hardly more than the schedule free, the key has the schedule too, and what
+    hides communication: the user asks how schedules compare.
 
     `note` stores the result of a candidate, `keep` a plan that fits, `take` a finished plan.
     `fastest` is the best step so far. `limits` are the step times above which a plan would not be
@@ -58,6 +66,9 @@ class SearchResults:
     Attributes:
         sketches: {key: fastest plan}, with steps that are extrapolated from short batches.
         best: {key: fastest plan} for the report, computed like the plan of a run.
+        finished: all plans that were computed so and fit.
+        by_schedule: whether schedules are compared. A plan that was kept before this was set stays
+            under its shorter key.
         plain: the best plan that neither offloads nor recomputes single activations.
         tight: plans that need too much memory, to be tried again with single activations offloaded
             or recomputed.
@@ -70,8 +81,10 @@ class SearchResults:
         far: (plans that were looked at, all plans, or 0 if not known).
     """
 
-    sketches: dict[tuple[Layout, Kind, bool], ExtrapolatedPlan] = field(default_factory=dict)
-    best: dict[tuple[Layout, Kind, bool], TimedPlan] = field(default_factory=dict)
+    sketches: dict[Key, ExtrapolatedPlan] = field(default_factory=dict)
+    best: dict[Key, TimedPlan] = field(default_factory=dict)
+    finished: list[TimedPlan] = field(default_factory=list)
+    by_schedule: bool = False
     plain: TimedPlan | None = None
     tight: list[CandidatePlan] = field(default_factory=list)
     least: tuple[float, CandidatePlan | None] = (inf, None)
@@ -88,16 +101,36 @@ class SearchResults:
 
     @property
     def limits(self) -> Limits:
-        """Return, by layout and kind, the seconds above which a step will not be reported."""
-        steps: dict[Kind, dict[Layout, float]] = {}
+        """Return, by group and kind, the seconds above which a step will not be reported."""
+        steps: dict[Kind, dict[Group, float]] = {}
         for x in self.sketches.values():
             of_kind = steps.setdefault(x.kind, {})
-            of_kind[x.layout] = min(x.step, of_kind.get(x.layout, inf))
-        last = {}
+            group = self.group(x.layout, x.schedule)
+            of_kind[group] = min(x.step, of_kind.get(group, inf))
+        last: dict[Kind, float] = {}
+        if self.by_schedule:
+            return Limits(steps, last)
         for kind, of_layouts in steps.items():
             if len(of_layouts) >= OF_KIND:
                 last[kind] = sorted(of_layouts.values())[OF_KIND - 1]
         return Limits(steps, last)
+
+    def group(self, layout: Layout, schedule: str) -> Group:
+        """Return the group of a plan: one plan is kept for each group and kind."""
+        return layout, schedule * self.by_schedule
+
+    def key(self, x: ExtrapolatedPlan | TimedPlan, config: Config) -> Key:
+        """Return the key of a plan; only one plan is kept for each.
+
+        Args:
+            config: the plan's configuration.
+        """
+        others: tuple[object, ...] = ()
+        if self.by_schedule:
+            pairs = config.parallel.overlap_moe_expert_parallel_comm
+            slices = config.parallel.pipeline_slices
+            others = (x.schedule, pairs, config.overlaps_tp, slices)
+        return x.layout, kind_of(config), x.moves, others
 
     def note(self, candidate: CandidatePlan, answer: ExtrapolatedPlan | Rejection) -> None:
         """Store the result of a candidate.
@@ -122,7 +155,7 @@ class SearchResults:
         Args:
             sketch: the plan. Its key is described at the class.
         """
-        key = (sketch.layout, sketch.kind, sketch.moves)
+        key = self.key(sketch, sketch.config)
         other = self.sketches.get(key)
         if other is None or sketch.step < other.step:
             self.sketches[key] = sketch
@@ -154,7 +187,8 @@ class SearchResults:
         if reason := machine.refuses(made.plan, made.config):
             self.lost[reason] += 1
             return
-        key = (made.layout, kind_of(made.config), made.moves)
+        self.finished.append(made)
+        key = self.key(made, made.config)
         other = self.best.get(key)
         if other is None or made.step < other.step:
             self.best[key] = made

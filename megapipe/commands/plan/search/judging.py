@@ -153,7 +153,7 @@ class Judging:
         found = []
         for x in sorted(candidates, key=attrgetter("least")):
             layout, kind = self.keys[x.cell]
-            if kind != (False, True) or x.least > (1 - TOLERANCE) * limits.of(layout, kind):
+            if kind != (False, True) or x.least > (1 - TOLERANCE) * self._limit(limits, x):
                 continue
             granularity = self.cells[x.cell].model.recompute_granularity
             alike = (layout[2], x.schedule, x.chunks, granularity)
@@ -183,7 +183,7 @@ class Judging:
         limits = self.found.limits
         size = 2
         for n, x in enumerate(candidates):
-            if self.learned.expected(x) > (1 - tolerance) * limits.of(*self.keys[x.cell]):
+            if self.learned.expected(x) > (1 - tolerance) * self._limit(limits, x):
                 skipped.append(x)
             else:
                 waiting.append(x)
@@ -195,10 +195,15 @@ class Judging:
                 waiting = []
         return skipped
 
+    def _limit(self, limits: Limits, x: CandidatePlan) -> float:
+        """Return the seconds above which a step of this candidate will not be reported."""
+        layout, kind = self.keys[x.cell]
+        return limits.of(self.found.group(layout, x.schedule), kind)
+
     def _ask(self, waiting: list[CandidatePlan], limits: Limits) -> None:
         # Candidates of a cell follow each other, so that its plan is made once.
         waiting = sorted(waiting, key=attrgetter("cell", "least"))
-        questions = [(x, limits.of(*self.keys[x.cell])) for x in waiting]
+        questions = [(x, self._limit(limits, x)) for x in waiting]
         for x, answer in zip(waiting, self.workers.ask(_answer, questions), strict=True):
             self.found.note(x, answer)
             self.learned.note(x, answer)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megapipe.commands.plan.pasted import CLOSE, is_equal, pasted
+from megapipe.commands.plan.pasted import CLOSE, is_equal, pasted, plainest, plainest_line
 from megapipe.commands.plan.search.found import SearchResults, leaner
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
@@ -19,6 +19,8 @@ from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule import Kind
 
 YOURS = "yours"
+_OF_SCHEDULES = 3 * BEST
+"""Plans of a report that compares schedules: each may have a line with pairs and one without."""
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
 NOT_SEARCHED = (
     "not searched: no plan has --vocab-parallel-pipeline, or --pipeline-slices unless they are "
@@ -74,7 +76,9 @@ def best_of(found: SearchResults) -> list[TimedPlan]:
     """Return about ten plans, fastest first: the best of each kind, the lean ones, then others.
 
     A kind is (whether weights are sharded, whether there is a pipeline, whether single activations
-    are offloaded or recomputed). A lean plan needs a tenth less memory than every faster one.
+    are offloaded or recomputed). A lean plan needs a tenth less memory than every faster one. The
+    plainest plan of those nearly as fast as the first is among them too. Where schedules are
+    compared, the best plan of each is.
 
     Args:
         found: the result of the search.
@@ -84,8 +88,13 @@ def best_of(found: SearchResults) -> list[TimedPlan]:
     for x in ranked:
         first.setdefault((*kind_of(x.config), x.moves), x)
     chosen = {id(x): x for x in (*first.values(), *leaner(ranked))}
+    if (plain := plainest(found.finished)) is not None:
+        chosen[id(plain)] = plain
+    most = BEST
+    if found.by_schedule:
+        most = _OF_SCHEDULES
     for x in ranked:
-        if len(chosen) >= BEST:
+        if len(chosen) >= most:
             break
         chosen[id(x)] = x
     return sorted(chosen.values(), key=lambda x: x.step)
@@ -145,8 +154,7 @@ def report(
             lines.append(f"      without these of yours: {' '.join(without)}")
     if yours is not None:
         lines += _of_yours(yours, best, machine, device)
-    if take:
-        lines.append(take)
+    lines += [line for line in (take, plainest_line(best)) if line]
     if load := load_line(first.plan, first.config):
         lines.append(f"of plan 1 {load}")
     if first.moves:

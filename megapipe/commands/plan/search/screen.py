@@ -96,6 +96,11 @@ class ExtrapolatedPlan:
         return layout_of(self.config)
 
     @property
+    def schedule(self) -> str:
+        """Return the name of the schedule."""
+        return self.config.parallel.pipeline_schedule or PLAIN
+
+    @property
     def kind(self) -> Kind:
         """Return (whether the plan shards weights, whether it has a pipeline)."""
         return kind_of(self.config)

@@ -22,6 +22,7 @@ from itertools import product
 from math import inf
 from operator import attrgetter
 
+from megapipe.commands.plan.compared import leaves_schedules, plainer
 from megapipe.commands.plan.search.asked import ANYTHING, SearchRestrictions
 from megapipe.commands.plan.search.bounds import Counted, fill
 from megapipe.commands.plan.search.cells import (
@@ -134,6 +135,7 @@ def search(
     except KeyboardInterrupt:
         found.stop("")
         settle()
+    found.by_schedule = bool(asked.among) and leaves_schedules(cells)
     screen = Screen(cells, device, machine, counted, own)
     if not found.stopped:
         with Workers(screen, jobs) as workers:
@@ -215,7 +217,7 @@ def _finish(
                 found.nearest = of_run(config, screen.device)
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
-    plans, small = _to_make(ranked, asked, few=bool(found.stopped))
+    plans, small = _to_make(ranked, asked, found.by_schedule, few=bool(found.stopped))
     among = len(plans) + len(small)
     what = "tables of the best plans"
     if found.stopped:
@@ -244,13 +246,14 @@ def _finish(
 
 
 def _to_make(
-    ranked: list[ExtrapolatedPlan], asked: SearchRestrictions, *, few: bool
+    ranked: list[ExtrapolatedPlan], asked: SearchRestrictions, by_schedule: bool, *, few: bool
 ) -> tuple[list[ExtrapolatedPlan], list[ExtrapolatedPlan]]:
     """Return the plans to compute as a run would, the best ones first.
 
     Args:
         ranked: plans with extrapolated steps, fastest first.
         asked: the user's restrictions of the search.
+        by_schedule: whether schedules are compared, so that all plans are of interest.
         few: leave out what takes long.
     Returns: (plans, plans whose order of passes is to be searched in addition).
     """
@@ -264,14 +267,21 @@ def _to_make(
     if few:
         # There is no time to divide the layers once more by the clock.
         return [replace(x, balanced=False) for x in chosen.values()], []
-    for x in leaner(ranked):
-        chosen[id(x)] = x
+    more = [*leaner(ranked)]
+    if asked.allows_schedule(PLAIN):
+        more += plainer(ranked)
+    if by_schedule:
+        more += ranked
+    chosen |= {id(x): x for x in more}
     plans = [*chosen.values(), *hiding(ranked, asked)]
     # Searching a table takes seconds, so only the best layouts with small tables are tried.
     small: list[ExtrapolatedPlan] = []
     if asked.allows_schedule(SEARCHES):
-        small = [x for x in ranked[:BEST] if x.layout[2] > 1 and _is_small(x) and not x.kind[0]][:2]
-    return plans, small
+        small = [x for x in ranked[:BEST] if x.layout[2] > 1 and _is_small(x) and not x.kind[0]]
+    # Plans of one layout would be searched to the same table.
+    if by_schedule:
+        small = [*{x.layout: x for x in small}.values()]
+    return plans, small[:2]
 
 
 def _made(screen: Screen, x: ExtrapolatedPlan) -> TimedPlan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import inf
 from operator import attrgetter
@@ -55,8 +56,10 @@ def try_slices(
         mine = (par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank)
         for count, (name, chunks) in product(counts, dict.fromkeys((mine, *MADE_OF))):
             # Slices can shorten the bubble and nothing else.
-            best = found.best.get((x.layout, x.kind, False))
-            limit = min(limits.of(x.layout, x.kind), best.step if best else inf)
+            whole = replace(x, moves=False)
+            best = found.best.get(found.key(whole, whole.config))
+            group = found.group(x.layout, x.schedule)
+            limit = min(limits.of(group, x.kind), best.step if best else inf)
             if x.step - x.parts["bubble"] < limit:
                 config = chosen(under(x.config, name, chunks), count, always=True)
                 _take(found, config, machine, device, own)

@@ -1,0 +1,110 @@
+"""Costs of a file for a comparison: over another number of stages, and in units to read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megapipe.schedule.costs import ATTENTION, SHARES, Costs
+
+_WHOLE = ("mem_p", "mem_r")
+"""Memory that each part of a stage needs whole: what a pass needs while it runs, and its input."""
+_KEPT = ("s", "t", "e", "mem_s", "mem_lent")
+"""Costs of a rank's share or of one stage alone, which cannot be divided among other stages."""
+_GIGA = 2.0**30
+_TERA = 1e12
+_LARGE = 1e9
+"""Times of more than this are no seconds, but FLOPs of `megapipe plan --save-costs`."""
+_BYTES = 2.0**20
+"""Memory of more than this is in bytes, as in all files of `--save-costs`."""
+
+
+def over_stages(costs: Costs, stages: int) -> Costs:
+    """Return costs that name each stage, for a model that is cut in another number of stages.
+
+    A stage is divided in equal parts, or neighbours are merged. The sums over the model stay the
+    same. Costs are returned unchanged if one number of stages does not divide the other, or if
+    some of them belong to one stage alone.
+
+    Args:
+        stages: the number of stages of one copy of the model.
+    """
+    # Every tuple has a value for each stage, except comm, which has one for each link.
+    named = {name: value for name, value in vars(costs).items() if isinstance(value, tuple)}
+    named.pop("comm", None)
+    lengths = {len(value) for value in named.values()}
+    if len(lengths) != 1 or any(name in named for name in _KEPT):
+        return costs
+    (given,) = lengths
+    values: dict[str, Any] = {}
+    if given < stages and stages % given == 0:
+        parts = stages // given
+        for name, value in named.items():
+            share = parts
+            if name in _WHOLE or name in ATTENTION:
+                share = 1
+            values[name] = tuple(x / share for x in value for _ in range(parts))
+    elif given > stages and given % stages == 0 and not any(name in named for name in ATTENTION):
+        parts = given // stages
+        for name, value in named.items():
+            groups = [value[n : n + parts] for n in range(0, given, parts)]
+            if name == "mem_p":
+                values[name] = tuple(map(max, groups))
+            elif name == "mem_r":
+                # A merged stage keeps the input of its first part.
+                values[name] = tuple(group[0] for group in groups)
+            else:
+                values[name] = tuple(map(sum, groups))
+    return replace(costs, **values)
+
+
+def in_units(costs: Costs, memory: float | None) -> tuple[Costs, float | None, list[str]]:
+    """Return costs with smaller numbers, and lines that say the units.
+
+    `megapipe plan --save-costs` writes FLOPs and bytes, and a rehearsal seconds and bytes. Other
+    costs are returned unchanged.
+
+    Args:
+        memory: a limit in the unit of the costs; None for none.
+    Returns: (the costs, the limit in their new unit, the lines).
+    """
+    if not isinstance(costs.f, tuple) or not isinstance(costs.mem_b, tuple):
+        return costs, memory, []
+    if max(costs.mem_b) < _BYTES:
+        return costs, memory, []
+    unit = 1.0
+    times = "seconds, if a rehearsal wrote the file"
+    if max(costs.f) > _LARGE:
+        unit = _TERA
+        times = "TFLOPs: divided by the TFLOP/s of your device they are seconds"
+    values: dict[str, Any] = {}
+    for name, value in vars(costs).items():
+        if value is None or name in (*SHARES, *ATTENTION, "wide_k"):
+            continue
+        by = unit
+        if name.startswith("mem_"):
+            by = _GIGA
+        if isinstance(value, tuple):
+            values[name] = tuple(x / by for x in value)
+        else:
+            values[name] = value / by
+    if memory is not None:
+        memory /= _GIGA
+    return replace(costs, **values), memory, [f"times in {times}; peak in GiB of activations"]
+
+
+def said_of(costs: Costs, stages: set[int]) -> list[str]:
+    """Return lines on the schedules of a comparison that have other stages than the costs name.
+
+    Args:
+        stages: the numbers of stages over which `over_stages` divided the costs.
+    """
+    if not stages or not isinstance(costs.f, tuple):
+        return []
+    counts = ", ".join(map(str, sorted(stages)))
+    return [
+        f"the costs name {len(costs.f)} stages. For schedules of {counts} stages each is divided "
+        "equally, or neighbours are merged: the sums are the same, but a head or embedding is "
+        "spread over all parts of its stage. For the costs of such a schedule's own stages: "
+        "megapipe plan <flags> --pipeline-schedule NAME --save-costs FILE"
+    ]
