@@ -299,7 +299,8 @@ class Flags(Draws):
     AB and RS.
     """
     only_states: bool = False
-    """Cases alone whose ranks keep two shares of the optimizer's state."""
+    """Cases alone whose ranks keep two shares of the optimizer's state, and gradients and weights
+    whole: all bits are compared."""
 
     def wanted(self, case: Case) -> bool:
         """Return whether a case is of the kinds that are asked for."""
@@ -307,8 +308,11 @@ class Flags(Draws):
             (len(case.slices) > 1 or not self.only_slices)
             and (bool(table(case).kinds & {Kind.O, Kind.R}) or not self.only_memory)
             and (case.sharding != "none" or not self.only_shares)
-            and ((case.distributed and case.dp * case.cp == 2) or not self.only_states)
+            and (self._splits_states_alone(case) or not self.only_states)
         )
+
+    def _splits_states_alone(self, case: Case) -> bool:
+        return case.distributed and case.sharding == "none" and case.dp * case.cp == 2
 
 
 def _given(text: str) -> Case:

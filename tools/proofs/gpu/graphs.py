@@ -1,7 +1,7 @@
 """Check that passes as CUDA graphs are bitwise equal to passes launched one by one, under every
 schedule, on 2 and 4 ranks (threads).
 
-    python -m tools.proofs.gpu.graphs [SCHEDULE...]
+    python -m tools.proofs.gpu.graphs [--schedules NAME ...]
 
 Three steps in float64, the first without graphs, the others by `captured.Pool` in place of a GPU.
 Exit status 1 if anything differs or a pass was not replayed.
@@ -9,12 +9,14 @@ Exit status 1 if anything differs or a pass was not replayed.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from megapipe.flags import stop
+from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, Kind
@@ -71,11 +73,21 @@ def passes(case: Case) -> int:
     return sum(2 + (x.stage in apart) for x in all_passes if x.kind is Kind.F)
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Flags:
+    """Compare passes as CUDA graphs with passes that are launched one by one."""
+
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """Which; all by default."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare the schedules, and return the status to end with."""
+    options = parse(Flags, argv)
     torch.set_num_threads(1)
     wrong = 0
     for pp in (2, 4):
-        for name in sys.argv[1:] or SCHEDULES:
+        for name in options.schedules:
             case = case_of(name, pp)
             ranks, replays = with_graphs(case, [])
             found = differing_bits(ranks, without(case))
@@ -89,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    stop.run(main)

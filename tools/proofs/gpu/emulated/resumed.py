@@ -14,8 +14,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from megapipe.flags import stop
+from megapipe.flags.parse import parse
 from tools.proofs.gpu.emulated.launch import start
 
 FLAGS = (
@@ -61,10 +64,18 @@ def differs(folder: Path, ranks: int, model: str, flags: str, others: int, layou
     return ""
 
 
-def main() -> int:
-    """The status to end with."""
+@dataclass(frozen=True)
+class Flags:
+    """Resume whole programs on emulated devices, in two layouts each."""
+
+    quick: bool = False
+    """The first program alone."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Resume each program, and return the status to end with."""
+    layouts = LAYOUTS[:1] if parse(Flags, argv).quick else LAYOUTS
     failed = 0
-    layouts = LAYOUTS[:1] if "--quick" in sys.argv else LAYOUTS
     for ranks, model, flags, others, layout in layouts:
         folder = Path(tempfile.mkdtemp(prefix="resumed-"))
         said = differs(folder, ranks, model, flags, others, layout)
@@ -77,4 +88,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    stop.run(main)
