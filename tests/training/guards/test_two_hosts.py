@@ -108,6 +108,23 @@ def test_a_host_that_dies_is_named_and_the_run_goes_on_when_it_returns(hosts, un
     assert saved_tensors(tmp_path / "saved" / "iter_0000060") == unbroken
 
 
+def test_a_host_that_dies_comes_back_from_the_memory_of_the_other(hosts, unbroken, tmp_path):
+    """No checkpoint is on disk before the last step."""
+    memory = "--non-persistent-ckpt-type local --non-persistent-save-interval 1 --replication --replication-jump 2"
+    command = RUN.format(tmp_path / "saved").replace("--save-interval 10", f"--save-interval 60 {memory}")
+    for host in range(2):
+        hosts.start(host, command)
+    hosts.wait_for(1, r"iteration +1[2-9]/")
+    hosts.kill(1)
+    time.sleep(20)
+    hosts.start(1, command)
+    assert [hosts.running[host].wait(300) for host in range(2)] == [0, 0], hosts.log(0)[-6000:]
+    # One step is lost at most, and no step before it runs a second time.
+    steps = [int(n) for log in map(hosts.log, range(2)) for n in re.findall(r"iteration +(\d+)/", log)]
+    assert max(map(steps.count, range(1, 12))) == 1
+    assert saved_tensors(tmp_path / "saved" / "iter_0000060") == unbroken
+
+
 def test_a_host_without_its_cable_is_named_and_the_run_goes_on_when_it_is_back(hosts, unbroken, tmp_path):
     command = RUN.format(tmp_path / "saved")
     for host in range(2):
