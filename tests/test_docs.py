@@ -214,3 +214,23 @@ def test_the_api_page_has_what_a_model_and_a_data_set_need_and_each_name_is_ther
     for name in names:
         assert pkgutil.resolve_name(name)
     assert {"Datasets", "Batch", "ModelConfig", "LayerSpan"} <= {name.rpartition(".")[2] for name in names}
+
+
+def test_a_docstring_of_the_api_wraps_its_errors_as_plain_text():
+    """The site takes indented lines below `Raises: ...` for a list of exceptions, and `--strict` refuses it."""
+    wrapped = {}
+    for name in re.findall(r"^::: (\S+)$", hooks.api(), re.M):
+        found = pkgutil.resolve_name(name)
+        for docstring in documented(found):
+            if match := re.search(r"^( *)Raises: .+\n\1 +\S.*", docstring, re.M):
+                wrapped[name] = match[0]
+    assert wrapped == {}
+
+
+def documented(found: object) -> Iterator[str]:
+    """The docstrings of a module, class or function, and of what it defines."""
+    yield inspect.getdoc(found) or ""
+    home = found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", "")
+    for member in vars(found).values() if hasattr(found, "__dict__") else ():
+        if getattr(member, "__module__", None) == home and (inspect.isclass(member) or inspect.isroutine(member)):
+            yield from documented(member)

@@ -71,7 +71,7 @@ def open_parts(config: Config, tokenizer: Tokenizer) -> list[Part | None]:
     Returns: for each of the three, a Part: (list of (source, ids of its sequences), blend, number
         of samples wanted); None for a part that the run does not read or --split leaves out.
     Raises: DataError with every file that is missing, damaged or of another tokenizer, and for a
-        part without tokens.
+    part without tokens.
     """
     data = config.data
     wanted = samples_wanted(config)
@@ -267,7 +267,7 @@ def build_part(config: Config, tokenizer: Tokenizer, part: Part) -> TokenDataset
         tokenizer: the tokenizer, whose number of ids bounds the tokens.
         part: a part from `open_parts`.
     Raises: DataError if a blend without weights has too few samples, or if an index does not fit in
-        memory.
+    memory.
     """
     members, blend, wanted = part
     build = partial(_build_member, config, tokenizer.vocab_size)

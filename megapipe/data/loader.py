@@ -113,7 +113,7 @@ def stack(items: Sequence[Item]) -> Microbatch:
     Token ids of any integer type become int64: the lookups of torch take no narrower type.
 
     Raises: DataError for items that differ in names or shapes, for missing `tokens`, for ids that
-        are not integers, or for a type without a tensor.
+    are not integers, or for a type without a tensor.
     """
     # A plain array is treated as a mapping with tokens alone.
     named = [item if isinstance(item, Mapping) else {"tokens": item} for item in items]
@@ -224,7 +224,7 @@ class SampleOrder:
         Args:
             consumed: samples that all data-parallel ranks together have consumed before it.
         Raises: DataError past the end of the dataset (single), or if the dataset is smaller than
-            b x dp (cyclic).
+        b x dp (cyclic).
         """
         if self.kind == "single":
             # The position depends on the number of consumed samples alone, so that a run resumes

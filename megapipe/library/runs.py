@@ -45,7 +45,7 @@ def make_plan(config: Config) -> Plan:
         config: from `parse`, or built in Python. The number of processes is --world-size if that is
             given, else `config.world_size`, but at least the ranks of one replica.
     Raises: ConfigError with every problem of the configuration. ScheduleError if the schedule
-        cannot be made as the flags ask.
+    cannot be made as the flags ask.
     """
     # `megapipe plan` prints the configuration too, so it calls `ready` itself.
     return plan.make_plan(ready(config))

@@ -73,8 +73,8 @@ def build(
         memory: limit on a rank's activation, in the unit of `costs.mem_b`; None for no limit.
         options: further arguments of the function that makes the schedule.
     Raises: ScheduleError if there is no such schedule, or none of this size. ScheduleError if
-        fields of a recipe exclude each other, or a rank holds more than the limit. TypeError for a
-        name without ranks and microbatches, or a recipe with them.
+    fields of a recipe exclude each other, or a rank holds more than the limit. TypeError for a
+    name without ranks and microbatches, or a recipe with them.
     """
     if isinstance(order, Recipe):
         if ranks is not None or microbatches is not None or chunks is not None or options:
@@ -115,7 +115,7 @@ def compare(
         memory: limit on a rank's activation, in the unit of `costs.mem_b`; None for no limit.
         effort: about the seconds to spend on each of the two searches of zb-auto.
     Raises: ScheduleError for an unknown name. A schedule that does not exist for this size is a
-        row with the reason.
+    row with the reason.
     """
 
     def silent(share: float, doing: str) -> None:
@@ -167,8 +167,8 @@ def draw(
         file: a path that ends in .svg, .png or .pdf. The last two need matplotlib.
         width: inches of a .png or .pdf: a column of a paper has 3.4, a page 7.
     Raises: ScheduleError if the file has another ending, matplotlib is missing, the width is not 2
-        to 40, or the schedule deadlocks. Without a file a deadlock is raised when the picture is
-        shown. DataError if the file cannot be written.
+    to 40, or the schedule deadlocks. Without a file a deadlock is raised when the picture is
+    shown. DataError if the file cannot be written.
     """
     if file is None:
         return Picture(schedule, costs, memory)
@@ -203,7 +203,7 @@ def save(
             of these.
         recipe: a .json also gets the recipe by which the schedule was made; None for none.
     Raises: ScheduleError for another ending, and for a .csv with costs, with a recipe, or with a
-        schedule that CSV cannot express. DataError if the file cannot be written.
+    schedule that CSV cannot express. DataError if the file cannot be written.
     """
     ending = Path(file).suffix.lower()
     if ending == ".json":

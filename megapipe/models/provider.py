@@ -73,8 +73,8 @@ def find_provider(name: str) -> Provider:
     """Import the function that MODULE:NAME or FILE.py:NAME names.
 
     Raises: ConfigError if there is no such module or function, or if the function takes neither
-        (config, span, tp) nor (pre_process, post_process, vp_stage=None). Of the latter only
-        `pre_process` is looked for.
+    (config, span, tp) nor (pre_process, post_process, vp_stage=None). Of the latter only
+    `pre_process` is looked for.
     """
     try:
         found = find_named(name, FLAG, "my_model:provider")

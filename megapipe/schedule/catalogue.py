@@ -149,7 +149,7 @@ def build(
         options: further arguments of the generator, such as microbatch_group_size_per_vp_stage.
     Returns: a schedule that `verify` has passed.
     Raises: ScheduleError if there is no such schedule, if it does not exist for these numbers, or
-        if its table cannot run.
+    if its table cannot run.
     """
     if is_file(name):
         schedule = _from_file(name, ranks, microbatches)

@@ -109,7 +109,7 @@ class Costs(FamilyCosts, CoreCosts):
     of the model's first `count` stages. `by_stage` returns one field as a value for each stage.
 
     Raises: ScheduleError for a number that is negative, NaN, or so large that sums may overflow,
-        and for a share above 1.
+    and for a share above 1.
     """
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class Costs(FamilyCosts, CoreCosts):
             of: (slice, first slice of its document, slice after the document's last), such as (1,
                 0, 3) for slice 1 in a document of slices 0 to 2; None for a whole microbatch.
         Raises: ScheduleError if attention_f is a tuple by stage but f is one number; likewise for b
-            and w.
+        and w.
         """
         if of is None:
             return self
@@ -317,7 +317,7 @@ class Costs(FamilyCosts, CoreCosts):
         """Return the field called `name` as one value for each stage.
 
         Raises: ScheduleError if the field is a tuple with another number of values than one copy of
-            the model has stages.
+        the model has stages.
         """
         if isinstance(getattr(self, name), tuple):
             return [self._at(name, stage, placement) for stage in range(placement.num_stages)]

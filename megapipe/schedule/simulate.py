@@ -120,7 +120,7 @@ def simulate(
         took: {pass: measured duration with overhead}, which replaces the costs of these passes; or
             None.
     Raises: ScheduleError if ranks deadlock, with each waiting rank, its step and what it lacks.
-        TypeError for a name in place of a schedule, or numbers in place of costs.
+    TypeError for a name in place of a schedule, or numbers in place of costs.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f'simulate takes a Schedule, such as build("zb-v", 4, 8), not {schedule!r}')

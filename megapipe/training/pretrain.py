@@ -84,8 +84,8 @@ def pretrain(
         hooks: the user's parameter groups, learning-rate curve, callbacks, and stages that read
             batches.
     Raises: UserError with a text for the user, before any process group exists if possible.
-        SystemExit(75) if a signal, a time limit or a file asked the run to stop before its end
-        (docs/troubleshooting.md). Under torchrun, and for --exit-interval, the code is 0.
+    SystemExit(75) if a signal, a time limit or a file asked the run to stop before its end
+    (docs/troubleshooting.md). Under torchrun, and for --exit-interval, the code is 0.
     """
     if config.check.check:
         check(config, datasets)

@@ -53,7 +53,7 @@ def get_forward_backward_func(
         config: a Megatron config in place of the model's own.
         variable_seq_lengths: microbatches differ in length, so each message's shape is sent first.
     Raises: ConfigError for schedule_pg_collection, and if pp_size is not the mesh's. Without `mesh`
-        the first step raises the latter.
+    the first step raises the latter.
     """
     if schedule_pg_collection is not None:
         raise ConfigError(
@@ -113,7 +113,7 @@ class ForwardBackwardFunc:
     Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss;
         else []. Without loss_func, which only forward_only allows, the outputs.
     Raises: ConfigError for arguments that do not fit, and for settings of a Megatron config that
-        are not implemented.
+    are not implemented.
     """
 
     mesh: ProcessMesh | None
@@ -327,7 +327,7 @@ def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int
     The result is {} with one chunk, and if `size`, the value, is None or `ranks`, the default.
 
     Raises: ConfigError for a schedule that does not run microbatches in groups, where the value
-        would do nothing.
+    would do nothing.
     """
     # The number of pipeline ranks is Megatron's default.
     if size in (None, ranks) or chunks == 1:

@@ -109,7 +109,7 @@ def sharded_within(
             recomputation, or raises ScheduleError. The function is called if the table does not
             fit; None to fail then.
     Raises: ScheduleError for a table that has gathers or reductions. Also if none fits, with the
-        least memory that the fullest rank needs.
+    least memory that the fullest rank needs.
     """
     limits = [memory] * len(schedule.ranks) if isinstance(memory, float | int) else [*memory]
     ways = list(ways_to_live(schedule, gathers=gathers))

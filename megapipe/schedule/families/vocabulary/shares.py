@@ -34,7 +34,7 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     Args:
         costs: costs under which the rows are ordered.
     Raises: ScheduleError for a table that has slices, vocabulary passes or once-per-step passes
-        such as G. Also for a rank without a stage in each chain.
+    such as G. Also for a rank without a stage in each chain.
     """
     place = replace(schedule.placement, vocabulary=True)
     of_stages = any(kind.traits.per_stage for kind in schedule.kinds)

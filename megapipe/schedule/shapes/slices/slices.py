@@ -55,7 +55,7 @@ def slices(
         documents: slices that begin a document, as in `Schedule.documents`.
     Returns: a table that `verify` has passed.
     Raises: ScheduleError if no such table fits the memory, or the table has other kinds of pass
-        than F, B, W and BW.
+    than F, B, W and BW.
     """
     n = len(cuts)
     # Forwards move ahead of backwards below, so a pair could not stay together.
