@@ -161,7 +161,7 @@ def _chain(config: Config, recipe: Recipe, draft: PlanDraft) -> Schedule:
 
 
 def _as_searched(draft: PlanDraft, place: Placement) -> PlanDraft:
-    """Return the draft with the layers of each stage fixed, as it splits them for a placement."""
+    """Return the draft with the layers of each stage fixed as the draft splits them for `place`."""
     return replace(draft, counts=draft.plan(_without_passes(place)).counts)
 
 
@@ -171,7 +171,7 @@ def _settled(draft: PlanDraft, chain: Schedule, make: Callable[[PlanDraft], Plan
     Which microbatches recompute depends on how many are in flight in the table. The table may
     depend on the costs of recomputation. So a first plan counts the microbatches in flight in
     `chain`, the next plan the ones in the first plan's table, until two plans agree. If they never
-    do, a stage's number of microbatches that recompute nothing does not fall any more. The costs
+    do, a stage's fraction of microbatches that recompute nothing does not fall any more. The costs
     then count at least the activations that the table keeps.
 
     Args:
@@ -191,14 +191,14 @@ def _settled(draft: PlanDraft, chain: Schedule, make: Callable[[PlanDraft], Plan
 
 
 def _keeping(draft: PlanDraft, table: Schedule, *, falls: bool = True) -> PlanDraft:
-    """Return the draft with the number of microbatches that recompute nothing, for each stage.
+    """Return the draft with the fraction of each stage's microbatches that recompute nothing.
 
-    The number follows from --num-microbatches-with-partial-activation-checkpoints. Without that
+    The fraction follows from --num-microbatches-with-partial-activation-checkpoints. Without that
     flag the draft is returned unchanged.
 
     Args:
         table: says how many microbatches are in flight on each stage.
-        falls: False leaves the draft's number of a stage if that is larger.
+        falls: whether a stage's fraction may become smaller than the draft's.
     """
     config = draft.config
     some = config.model.num_microbatches_with_partial_activation_checkpoints

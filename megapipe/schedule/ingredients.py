@@ -49,7 +49,8 @@ class Refused(ScheduleError):
 class CostModel(Protocol):
     """The costs and memory limits under which a table is made.
 
-    `costs` returns times and memory of a table's stages, and `room` the memory limits of its ranks.
+    `costs` returns times and memory of a table's stages. `room` returns the memory limits of its
+    ranks, or None for no limits.
     Both depend on the table: a plan computes them from the layers that it puts on the stages.
     `FixedCosts` returns the same values for every table.
     """

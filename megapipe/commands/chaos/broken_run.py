@@ -53,11 +53,11 @@ class Launched:
 
     Attributes:
         log: the file to which the command's output is copied.
-        iterations: (iteration, time of printing) of each iteration line in the output.
+        iterations: (iteration, time.monotonic() when it was read) of each iteration line.
         resumed: the iteration of the checkpoint that was loaded; 0 if none was.
         saves: the number of complete checkpoints that were reported.
         failed_saves: the number of failed saves that were reported.
-        trouble: the times of the lines that report a fault.
+        trouble: time.monotonic() at each line that reports a fault.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
@@ -280,7 +280,7 @@ class Fault:
             self.lost = max(0, reached + 1 - first)
 
     def _reported(self) -> list[float]:
-        """Return the times after this fault at which the run reported any fault."""
+        """Return time.monotonic() at each report of a fault since this fault happened."""
         return [at for at in self.run.trouble if at > self.at]
 
 

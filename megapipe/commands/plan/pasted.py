@@ -54,7 +54,7 @@ def chosen_fields(config: Config) -> dict[str, set[str]]:
 
 
 def flags_of(config: Config) -> list[str]:
-    """Return the choices of the search as flags to paste.
+    """Return the flags that the search has chosen, each with its values as separate words.
 
     Pasted after the user's own flags they override these, so some are given at their defaults too.
     A switch that is off cannot be written as a flag, and neither can None: `left_out` names the
@@ -109,7 +109,10 @@ def left_out(given: Config, config: Config) -> list[str]:
 
 
 def pasted(config: Config) -> str:
-    """Return the choices of the search as a text for a shell, which may hold | and quotes."""
+    """Return the flags that the search has chosen as one text, to paste in a shell.
+
+    Values with spaces, | or quotes, such as a layout, are quoted.
+    """
     return shlex.join(flags_of(config))
 
 
@@ -128,9 +131,9 @@ def changed(own: Config, config: Config) -> list[str]:
 
 
 def choices(config: Config) -> list[str]:
-    """Return the fields that a search chose and whose flags a run without a layout does not have.
+    """Return the fields that a search has set to other values than their defaults.
 
-    The fewer there are, the plainer is the plan. 1F1B is no choice.
+    The fewer there are, the plainer is the plan. The schedule 1f1b counts as a default.
     """
     chosen = chosen_fields(config)
     found = []

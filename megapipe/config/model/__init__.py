@@ -38,7 +38,11 @@ class ModelConfig(
     MoEConfig,
     MLAConfig,
 ):
-    """The architecture, and how its layers compute. Nothing about layout, data or training."""
+    """The architecture, and how its layers compute. Nothing about layout, data or training.
+
+    `has_bias` says whether a matrix has a bias. `temperature` returns how queries grow with their
+    positions, and `expert_ffn` the width of an expert.
+    """
 
     sequence_parallel: Annotated[
         bool, FREE, needs("tensor_model_parallel_size", "there is nothing to share", least=2)

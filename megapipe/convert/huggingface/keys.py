@@ -62,28 +62,28 @@ class Meaning:
         return {key: self.default}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
-        """Return {field of ModelConfig: value} for the keys.
+        """Return {field of ModelConfig: value}, the fields that this meaning's keys set.
 
         Args:
-            key: the key's name.
+            key: the name of this meaning's own key.
             content: the whole config.json, with defaults for the keys that it leaves out.
             problems: receives a text for each value that ModelConfig cannot express.
         """
         return {}
 
     def write(self, key: str, model: ModelConfig) -> Fields:
-        """Return {key: value} for the config.json of a model.
+        """Return {key: value}, the entries that a model's config.json gets from this meaning.
 
         Args:
-            key: the key's name.
+            key: the name of this meaning's own key.
         """
         return {}
 
     def write_last(self, key: str, content: Json) -> Fields:
-        """Return {key: value} for keys whose values follow from other keys.
+        """Return {key: value}, this meaning's entries whose values follow from other keys.
 
         Args:
-            key: the key's name.
+            key: the name of this meaning's own key.
             content: the config.json so far, with the keys that `write` of all meanings has
                 returned.
         """

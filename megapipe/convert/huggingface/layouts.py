@@ -18,7 +18,7 @@ class Layout:
 
     Subclasses convert tensors that are not equal. `join` makes megapipe's tensor from the Hugging
     Face tensors named by `parts`, and `split` does the inverse. A weight and its bias have the same
-    operation.
+    operation. An arrow in a docstring goes from Hugging Face's shape to megapipe's, as `join` does.
 
     Args:
         names: Hugging Face's names, without .weight or .bias. {e} stands for an expert's number.
@@ -62,7 +62,7 @@ class Turned(Layout):
 
 
 class Stack(Layout):
-    """Gate and up of an MLP: two tensors [f, h] of Hugging Face's -> [2, f, h]."""
+    """Gate and up of an MLP: Hugging Face's two tensors [f, h] -> megapipe's [2, f, h]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         return torch.stack(list(parts))
@@ -72,7 +72,7 @@ class Stack(Layout):
 
 
 class Halves(Layout):
-    """Gate and up of an MLP: one tensor [2f, h] of Hugging Face's, gate first -> [2, f, h]."""
+    """Gate and up of an MLP: Hugging Face's [2f, h], gate first -> megapipe's [2, f, h]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         return parts[0].view(2, -1, *parts[0].shape[1:])
@@ -82,7 +82,7 @@ class Halves(Layout):
 
 
 class ExpertHalves(Layout):
-    """Gate and up of all experts: one tensor [E, 2f, h] of Hugging Face's -> [E, 2, f, h]."""
+    """Gate and up of all experts: Hugging Face's [E, 2f, h] -> megapipe's [E, 2, f, h]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         stacked = parts[0]
@@ -114,7 +114,7 @@ class Row(Layout):
 
 
 class Rows(Layout):
-    """Queries, keys and values: three tensors of Hugging Face's, or one with q, k, v in sequence.
+    """Queries, keys and values: three Hugging Face tensors, or one with q, k, v in sequence.
 
     megapipe's one tensor has the rows of each query group together: queries, key, value.
     A layer whose keys are also its values has no third part, and no third tensor.
@@ -140,7 +140,7 @@ class Rows(Layout):
 
 
 class GatedRows(Rows):
-    """Queries with gates, keys and values: three tensors of Hugging Face's.
+    """Queries with gates, keys and values: three Hugging Face tensors.
 
     Hugging Face's first tensor has, head after head, a query and the gate of that head. megapipe's
     one tensor has, for each query group: all queries, all gates, the key, the value.
@@ -165,7 +165,7 @@ class GatedRows(Rows):
 
 
 class KeyHeads(Layout):
-    """The rows of a gated delta net's projection, by key head: several tensors of Hugging Face's.
+    """The rows of a gated delta net's projection, by key head: several Hugging Face tensors.
 
     Each Hugging Face tensor has one or several matrices, one after the other, and each matrix has
     the rows of all key heads. megapipe's one tensor has, for each key head, the head's rows of all
@@ -258,7 +258,8 @@ class Experts(Layout):
 
 
 class TurnedHalves(ExpertHalves):
-    """Gate and up of all experts, kept transposed: [E, h, 2f] of Hugging Face's -> [E, 2, f, h]."""
+    """Gate and up of all experts: Hugging Face's transposed [E, h, 2f] -> megapipe's [E, 2, f, h].
+    """
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         return super().join([parts[0].transpose(1, 2).contiguous()], model)

@@ -47,6 +47,9 @@ class Rotation(Meaning):
 
     The rotation is plain, or stretched for long sequences: as in Llama 3.1, by YaRN, or linearly.
 
+    `settings` returns the settings in a config.json, and `of_settings` the fields that they mean.
+    `stretched` returns the fields for stretched rotations, and `stretch` is its inverse.
+
     Attributes:
         base: the base that transformers assumes in this family for a missing key.
         share: the share of a head's channels that transformers rotates if no key gives it. None:

@@ -131,7 +131,7 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [n, s, g, d] as [n, s g, d], contiguous and in the type of scores.
+    """Return x [n, s, g, d] as [n, s x g, d], contiguous and in the type of scores.
 
     Products of strided rows take longer than this copy.
     """
@@ -174,11 +174,12 @@ def _probabilities(q: Tensor, k: Tensor, tokens: int, space: Tensor) -> Tensor:
     """Return the attention probabilities of a block of queries, in the given memory.
 
     Args:
-        q: [n, tokens g, d]; the block's tokens are the last ones of the keys.
+        q: [n, tokens x g, d]: queries of n query groups with g heads each. The block's tokens are
+            the last `tokens` of the `end` tokens of k.
         k: [n, end, d].
-        tokens: tokens of the block.
+        tokens: number of tokens in the block.
         space: memory from `_space`, overwritten.
-    Returns: [n, tokens g, end].
+    Returns: [n, tokens x g, end].
     """
     scores = _part(space, torch.Size((*q.shape[:2], k.shape[1])))
     torch.baddbmm(scores, q, k.mT, beta=0, alpha=_scale(q), out=scores)

@@ -48,7 +48,7 @@ class _Matrix:
     quantises it (`cast`). Then `give` passes the gathered matrix on to the product.
 
     Attributes:
-        products: the module's FP8 products, which use the matrix.
+        products: the module that multiplies by the matrix in FP8.
         number: the matrix's index in a parameter with several, such as one for each expert; else 0.
         start: index of the matrix's first element in the flat buffer.
         r: number of rows.
@@ -174,7 +174,7 @@ class InEightBits(FlatBuffers):
     """FlatBuffers under ZeRO-1 whose weights are gathered in 8 bits for use in passes.
 
     Args:
-        products: {name of a weight: its FP8 products}.
+        products: {name of a weight: the module that multiplies by it in FP8}.
         params: {name: parameter}.
         borrowed: names of parameters that use another parameter's memory.
         live: counts the bytes that are allocated and released within a step.
@@ -210,7 +210,7 @@ class InEightBits(FlatBuffers):
 
         Args:
             name: name of the parameter.
-            products: the parameter's FP8 products.
+            products: the module that multiplies by the parameter in FP8.
         """
         first, shape = self._where[name]
         r, k = shape[-2:]

@@ -72,8 +72,8 @@ class Storage:
         distributed: shard main parameters and state (ZeRO-1).
         grads: also shard gradients, except while passes use them (ZeRO-2).
         weights: also shard weights, except while passes use them (ZeRO-3).
-        eight_bits: {name of a weight that is gathered in 8 bits: its FP8 products}. These weights
-            are in separate buffers.
+        eight_bits: {name of a weight that is gathered in 8 bits: the module that multiplies by it
+            in FP8}. These weights have buckets of their own.
         bucket_size: number of elements at which a bucket ends; None for no limit.
         num_buckets: number of buckets of each stage, instead of `bucket_size`; or None.
     """
@@ -159,7 +159,10 @@ class Storage:
 
 
 def in_eight_bits(stages: Sequence[nn.Module]) -> dict[str, Scaled]:
-    """Return {name: FP8 products} for the trained weights that can be gathered in 8 bits."""
+    """Return the trained weights that can be gathered in 8 bits, by name.
+
+    Returns: {name of the weight: the module that multiplies by it in FP8}.
+    """
     found = {}
     for stage in stages:
         for name, module in stage.named_modules():

@@ -38,8 +38,8 @@ A run chooses by its own table.
 class TimedPlan:
     """A plan with the predicted seconds of its step.
 
-    `layout` returns the sizes of the plan's parallelism, `moves` whether it offloads activations,
-    and `passes` the seconds before the reduction of gradients.
+    `layout` returns the sizes of the plan's parallelism, `moves` whether its table offloads or
+    recomputes activations, and `passes` the seconds before the reduction of gradients.
 
     Attributes:
         config: the configuration.
@@ -65,7 +65,7 @@ class TimedPlan:
 
     @property
     def moves(self) -> bool:
-        """Return whether the plan offloads or recomputes activations of single microbatches."""
+        """Return whether the plan's table has passes that offload or recompute activations."""
         return not self.plan.schedule.kinds.isdisjoint(MOVES)
 
     @property

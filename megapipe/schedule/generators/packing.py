@@ -188,8 +188,11 @@ class RankSlots:
     def _after(self, first: int, last: int) -> list[tuple[int, int]]:
         """Return (microbatches held, W pending) after slot `first` and after each later slot.
 
-        The list ends after slot `last`, at the first entry that `states` has too: from there on
-        nothing changes.
+        The list ends at the first entry after slot `last` that equals the same slot's entry in
+        `states`: all later entries are equal too. If none is, it goes on to the last slot.
+
+        Args:
+            first, last: the first and the last slot in which the pass has changed.
         """
         held, owed = self.states[first - 1] if first else (0, 0)
         states = []

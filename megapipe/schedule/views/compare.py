@@ -116,7 +116,8 @@ def compare(
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
         names: the schedules: keys of SCHEDULES, files, functions FILE.py:NAME, tables, or
             `Recipe`s that make a table.
-        effort: about the seconds to spend on each of the two searches, for makespan and period.
+        effort: about the seconds to spend on each search. zb-auto makes two: for the shortest
+            makespan, and for the shortest period, a step's time without a barrier.
         progress: called with the fraction of the work done, 0 to 1, and the name of the next
             schedule.
         slices: how to cut microbatches into slices. Adds a row with slices for every schedule

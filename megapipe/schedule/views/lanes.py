@@ -88,7 +88,7 @@ class Copied(NamedTuple):
 
 
 def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
-    """Return the times of the copies between device and host, for each rank.
+    """Return each rank's total time of copies to the host and back, and of waits for copies.
 
     Args:
         time: the timeline of the table under the costs.

@@ -217,7 +217,10 @@ def _never(losses: Mapping[str, float]) -> bool:
 
 
 def _text(result: StepResult) -> str:
-    """Return a text with the losses and the gradient norm of a step."""
+    """Return a text with the losses of a step, and the gradient norm unless a spike was refused.
+
+    The text also says if a differentiated loss is not finite.
+    """
     loss = "" if result.finite else " (the loss that is differentiated is not finite)"
     norm = "" if result.spiked else f", gradient norm {result.grad_norm}"
     return f"loss {result.losses}{loss}{norm}"

@@ -58,9 +58,10 @@ class Again:
         return self.passes + self.outside
 
     def of_table(self, schedule: Schedule) -> tuple[float, float]:
-        """Return the predicted (seconds of the passes, bubble) of another table.
+        """Return (seconds from the first pass to the last, bubble), predicted for another table.
 
-        The table must have the same stages, but for example another batch size.
+        The bubble is a share of these seconds. The table must have the same stages, but may have
+        another batch size or order of passes.
         """
         if schedule is self.schedule:
             return self.passes, self.bubble
@@ -103,7 +104,9 @@ def predict_again(
 def _played(
     schedule: Schedule, costs: Costs, took: Mapping[Pass, float], host: Mapping[Pass, float]
 ) -> tuple[float, float]:
-    """Return (seconds of the passes, bubble) of a simulated step.
+    """Return (seconds from the first pass to the last, bubble) of a simulated step.
+
+    The bubble is a share of these seconds.
 
     Args:
         took: {pass: its measured seconds, with the host's time before it}, in place of the costs.

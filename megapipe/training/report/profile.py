@@ -27,10 +27,10 @@ def trace_path(log: LogConfig, rank: int) -> Path:
 
 
 class Profiler:
-    """Records the steps from --profile-step-start to --profile-step-end, for the PyTorch profiler.
+    """Records the steps from --profile-step-start to --profile-step-end with PyTorch's profiler.
 
-    `before` and `after` are called around each step, `close` at the end of the run. Does nothing on
-    ranks that --profile-ranks leaves out.
+    `before` and `after` are called around each step, `close` at the end of the run. Does nothing
+    without --profile and --use-pytorch-profiler, and on ranks that --profile-ranks leaves out.
 
     Args:
         log: the logging flags.
@@ -48,7 +48,8 @@ class Profiler:
     def before(self, iteration: int) -> None:
         """Begin to record before a step, if the profiled steps begin with this one.
 
-        iteration: number of steps so far.
+        Args:
+            iteration: number of steps so far.
         """
         log = self._log
         if not self._wanted or self._open is not None:
@@ -69,7 +70,8 @@ class Profiler:
     def after(self, iteration: int) -> bool:
         """Write the trace after a step, if the profiled steps end with this one.
 
-        iteration: number of steps so far.
+        Args:
+            iteration: number of steps so far.
         Returns: whether a trace was written.
         """
         ends = self._open is not None and iteration >= self._log.profile_step_end
@@ -82,7 +84,8 @@ class Profiler:
 
         An older trace of the same name is renamed.
 
-        iteration: the last iteration of the trace.
+        Args:
+            iteration: the last iteration of the trace.
         """
         if self._open is None:
             return

@@ -34,17 +34,22 @@ from megapipe.training.steps.totals import Totals
 
 
 def parallel_of_ranks(config: Config) -> ParallelConfig:
-    """Return the sizes by which ranks meet: one pipeline of all, if the run lacks a rank."""
+    """Return the parallel sizes by which process groups are made.
+
+    If the run lacks a rank, all others form one pipeline.
+    """
     if not config.lacks_a_rank:
         return config.parallel
     return replace(config.parallel, pipeline_model_parallel_size=config.world_size)
 
 
 def rerouted(run: Run, forward_step: ForwardStep, eod: int) -> Run:
-    """Return a run whose steps also run the passes of the missing rank, and say what a step costs.
+    """Return a run whose steps also run the passes of the missing rank.
+
+    Prints how many times as long as in a whole run a step takes, by simulation.
 
     Args:
-        run: a fresh run.
+        run: the run as it was built, before any step.
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         eod: end-of-document id of the tokenizer.
     """
