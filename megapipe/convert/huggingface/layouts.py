@@ -258,7 +258,7 @@ class Experts(Layout):
 
 
 class TurnedHalves(ExpertHalves):
-    """Gate and up of all experts: Hugging Face's transposed [E, h, 2f] -> megapipe's [E, 2, f, h]."""
+    """Gate and up of all experts: Hugging Face's transposed [E, h, 2f] -> our own [E, 2, f, h]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         return super().join([parts[0].transpose(1, 2).contiguous()], model)
