@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd, lcm
 
-from megapipe.checks.numbers import division, divisors, near
+from megapipe.checks.numbers import division, divisors, near, start_of
 from megapipe.config import BatchConfig, Config, ModelConfig
 from megapipe.config.model.moe import layer_frequency
 from megapipe.config.notes import either
@@ -218,7 +218,7 @@ def _split(config: Config) -> Iterator[str]:
             f"{world} processes are not --expert-tensor-parallel-size {etp} x "
             f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} x ranks with "
             f"the same experts: {division(world, ranks)}. "
-            f"Start a multiple of {whole}, such as torchrun --nproc-per-node {whole}, or use "
+            f"{start_of(whole, world)}, or use "
             f"--expert-model-parallel-size {either(divisors(fitting))} and "
             "--expert-tensor-parallel-size 1."
         )

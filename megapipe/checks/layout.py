@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from megapipe.checks.batch import batch_problems
-from megapipe.checks.numbers import division, divisors
+from megapipe.checks.numbers import division, divisors, start_of
 from megapipe.checks.pipeline import pipeline_problems
 from megapipe.config import Config
 
@@ -34,7 +34,7 @@ def layout_problems(config: Config) -> Iterator[str]:
             f"{world} processes are not --tensor-model-parallel-size {tp} x {context}"
             f"--pipeline-model-parallel-size {pp} x data-parallel ranks: "
             f"{division(world, ranks)}.\n"
-            f"      Start a multiple of {ranks}, such as torchrun --nproc-per-node {ranks}{layouts}"
+            f"      {start_of(ranks, world)}{layouts}"
         )
     # The number of microbatches does not follow from such a world. The schedule is checked with
     # one that suits it, unless that takes long: the world size has to change anyway.

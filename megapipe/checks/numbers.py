@@ -37,6 +37,18 @@ def check_numbers(config: Config) -> tuple[Config, list[str]]:
     return config, problems
 
 
+_NODE = 8
+"""The most processes for which an error names a torchrun line: more need several machines."""
+
+
+def start_of(of: int, world: int) -> str:
+    """Return a remedy for a run of `world` processes that has to have a multiple of `of`."""
+    if of <= _NODE:
+        return f"Start a multiple of {of}, such as torchrun --nproc-per-node {of}"
+    text = f"Start a multiple of {of} processes"
+    return f"{text}, such as {world // of * of}" if world > of else text
+
+
 def division(value: int, by: int) -> str:
     """Return a division with remainder as text, such as "30 = 4 x 7 + 2".
 

@@ -161,7 +161,7 @@ def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
         f"time of the passes, by {'FLOPs' if plan.given is None else 'costs'}"
     )
     if plan.recipe is not None:
-        report.say(f"recipe: {to_line(plan.recipe)}")
+        report.say(f"recipe: megapipe schedules show {to_line(plan.recipe)}")
     if mesh.device.type == "cuda":
         warning = held_up_messages(config, schedule)
         if warning:

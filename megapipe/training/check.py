@@ -209,7 +209,7 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
         f"{bubble:.1%} of the time of the passes, as the log will have it, by {_unit(config)}; "
         f"peak {peak_gib:.3g} GiB on a rank",
-        f"recipe: {to_line(plan.recipe)}" if plan.recipe else "",
+        f"recipe: megapipe schedules show {to_line(plan.recipe)}" if plan.recipe else "",
         _seconds(as_run, plan),
         f"plan {digest(plan, as_run)}",
         graphs_line(as_run, plan.schedule, device_type),

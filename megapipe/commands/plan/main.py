@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megapipe.checks.inputs import ask
+from megapipe.checks.inputs import answer, ask
 from megapipe.checks.run import problems_of
 from megapipe.checks.vocabulary import vocabulary, vocabulary_problems, with_vocabulary
 from megapipe.commands.main import tell
@@ -21,7 +21,7 @@ from megapipe.commands.plan.search.asked import joined
 from megapipe.commands.plan.search.final import by_rates
 from megapipe.commands.plan.searched import SearchFlags, searched, sought
 from megapipe.commands.plan.telling import goes_on, slow
-from megapipe.commands.plan.verdict import host_of, load_line, other_device
+from megapipe.commands.plan.verdict import crossing_line, host_of, load_line, other_device
 from megapipe.config import CheckConfig, Config
 from megapipe.data.files import file_problems, write_complete
 from megapipe.errors import ConfigError
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
         "--save-schedule": flags.save_schedule,
         "--json": flags.json,
     }
-    problems += [*file_problems(files), *_wrong(flags)]
+    problems += [*file_problems(files), *_wrong(flags, config)]
     if problems:
         others = ask(lambda: sought(config, flags) if flags.search else _ready(config))
         raise ConfigError([*problems, *tool.without_unread(run.without_unread(others))])
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> None:
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
     verdict = ""
     machine = None
-    if flags.memory_gib is not None:
+    if flags.memory_gib is not None or _known(config).capacity:
         machine = flags.machine(device, config.world_size)
         verdict = f"a device has {machine}\n{machine.fits(plan, config)}"
     with goes_on("trying changes of one flag"):
@@ -134,6 +134,7 @@ def main(argv: Sequence[str]) -> None:
         *other_device(flags.memory_gib, device),
         verdict,
         load_line(plan, config),
+        crossing_line(config, device),
         *changed,
         *unknown,
         layout,
@@ -176,9 +177,22 @@ def _ready(config: Config) -> tuple[Config, list[str]]:
     return with_vocabulary(config, size), said
 
 
-def _wrong(flags: Flags) -> Iterator[str]:
-    """Yield a text for each number out of range and each flag without effect."""
-    yield from flags.wrong_sizes()
+def _known(config: Config) -> Device:
+    """Return the device that --rates names; one without a memory if it names none."""
+    if config.check.rates is None:
+        return Device()
+    # An unreadable file of rates is refused elsewhere.
+    return answer(lambda: device_of(config))[0] or Device()
+
+
+def _wrong(flags: Flags, config: Config) -> Iterator[str]:
+    """Yield a text for each number out of range and each flag without effect.
+
+    Args:
+        config: the run's flags.
+    """
+    device = _known(config)
+    yield from flags.wrong_sizes(device)
     if flags.search:
         for name in ("parts", "costs", "save_costs", "save_schedule"):
             if getattr(flags, name):
@@ -192,7 +206,7 @@ def _wrong(flags: Flags) -> Iterator[str]:
             yield f"--why {given}: give two plans, such as --why 1 yours."
         return
     names = ["fix", "among", "without", "why", "search_jobs", "search_seconds"]
-    if flags.memory_gib is None:
+    if flags.memory_gib is None and not device.capacity:
         names += ["reserved_gib", "host_memory_gib"]
     for name in names:
         value = getattr(flags, name)

@@ -71,19 +71,32 @@ def one_change(
             if not flag_problems(short(changed, 1)):
                 other = of_run(changed, device)
                 if other.peak <= machine.limit and not machine.refuses(other.plan, changed):
-                    text = " ".join(
-                        flag(n) if x is True else f"{flag(n)} {x}" for n, x in fields.items()
-                    )
-                    change = (other.step, f"{text}: {other.step:.4g} s", other.peak)
+                    text = f"{_said(fields)}: {other.step:.4g} s"
+                    change = (other.step, text, other.peak)
                     first = next(iter(fields))
                     found[first] = min(change, found.get(first, change))
     lines = []
     for step, text, peak in sorted(found.values())[:_MOST]:
         if not fits or step <= (1 - _LEAST_GAIN) * mine.step:
-            gain = f"{step / mine.step - 1:.1%}, peak {peak / GIB:.3g} GiB"
+            gain = f"{step / mine.step - 1:+.1%} of a step, peak {peak / GIB:.3g} GiB"
             does = "" if fits else " makes it fit"
             lines.append(f"one change alone{does}: {text}, {gain}")
+    if not fits and not lines:
+        lines.append("no change of one flag alone makes it fit: --search changes several")
     return lines
+
+
+def _said(fields: dict[str, Any]) -> str:
+    """Return a change as text, such as "--tp-comm-overlap" or "without --recompute-granularity".
+
+    Args:
+        fields: {field: its new value}; None for a flag that is left out.
+    """
+    given = [flag(n) if x is True else f"{flag(n)} {x}" for n, x in fields.items() if x is not None]
+    left = [flag(n) for n, x in fields.items() if x is None]
+    if left:
+        left.insert(0, "without")
+    return " ".join([*given, *left])
 
 
 def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine | None) -> list[str]:
@@ -128,6 +141,12 @@ def _changes(config: Config, limit: float | None) -> Iterator[dict[str, Any]]:
         yield {"recompute_granularity": "selective"}
         if limit is not None:
             yield {"recompute_granularity": "full"}
+    else:
+        method = ("recompute_method", "recompute_num_layers")
+        undone = {name: None for name in method if config.value(name) is not None}
+        yield {"recompute_granularity": None, **undone}
+        if model.recompute_granularity == "full":
+            yield {"recompute_granularity": "selective", **undone}
     if model.has_experts:
         ep = par.expert_model_parallel_size
         # By default experts are split like other layers, often across nodes.

@@ -66,7 +66,8 @@ class SearchFlags(MemoryFlags):
     without: tuple[str, ...] = ()
     """With --search: schedules to leave out, and sharding, moves (activations offloaded or
     recomputed one by one), pipeline, recompute, or
-    hiding (of communication: by pairs of passes, --tp-comm-overlap or --overlap-grad-reduce)."""
+    hiding (of communication: by pairs of passes, so without dualpipe and dualpipe-v too, by
+    --tp-comm-overlap or by --overlap-grad-reduce)."""
     why: tuple[str, ...] = ()
     """With --search: compare two plans of the list by cause, such as 1 3 or 1 yours."""
     search_jobs: int | None = None

@@ -15,14 +15,16 @@ from megapipe.plan import GIB, Plan, pieces_of
 from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.logits import FREE
 from megapipe.plan.seconds.device import DEVICES, Device
+from megapipe.plan.seconds.messages import expert_extent
 from megapipe.plan.table import checkpoint_bytes, fits, waiting_bytes
 
 MEMORY = 80.0
-"""GiB of a device for --search."""
+"""GiB of a device for --search, if --rates does not know the memory of its device."""
 RESERVED = (
     f"reserved: {FREE:.0%} of a device unless --reserved-gib says otherwise, assumed for what no "
     "plan counts: CUDA's context (about 0.5 GiB), NCCL's buffers (up to 0.6 a communicator), "
-    "workspaces and fragments; and an H100 of 80 GiB shows 79.1."
+    "workspaces and fragments; and a device shows a little less than it is sold with (79.1 of an "
+    "H100's 80 GiB)."
 )
 HOST = (
     "on a host: data-parallel ranks divide the writing, and with sharded weights each rank's "
@@ -117,7 +119,8 @@ class MemoryFlags:
     """The flags of `megapipe plan` on memory. `machine` returns what they say."""
 
     memory_gib: float | None = None
-    """Memory of a device; 80 for --search. For one plan: say whether it fits."""
+    """Memory of a device, to say what fits. Default: the memory of the device that --rates names;
+    80 for --search where that is not known."""
     reserved_gib: float | None = None
     """Memory of a device that plans leave free for what they do not count: CUDA's context, NCCL's
     buffers, workspaces, fragments. Default: a tenth of --memory-gib."""
@@ -131,13 +134,20 @@ class MemoryFlags:
             device: has the number of devices of a node, and by default the memory of its host.
             ranks: the number of processes of the run.
         """
-        memory = (self.memory_gib or MEMORY) * GIB
+        memory = self._gib(device) * GIB
         reserved = FREE * memory if self.reserved_gib is None else self.reserved_gib * GIB
         host = device.host if self.host_memory_gib is None else self.host_memory_gib * GIB
         return Machine(memory, reserved, host, min(device.node, ranks))
 
-    def wrong_sizes(self) -> Iterator[str]:
-        """Yield a text for each number out of range."""
+    def _gib(self, device: Device) -> float:
+        return self.memory_gib or device.capacity / GIB or MEMORY
+
+    def wrong_sizes(self, device: Device) -> Iterator[str]:
+        """Yield a text for each number out of range.
+
+        Args:
+            device: the device of --rates.
+        """
         for flag, size in (
             ("--memory-gib", self.memory_gib),
             ("--host-memory-gib", self.host_memory_gib),
@@ -145,7 +155,7 @@ class MemoryFlags:
             if size is not None and not 0 < size < inf:
                 yield f"{flag} must be a number above 0, got {size:g}."
         reserved = self.reserved_gib
-        memory = self.memory_gib or MEMORY
+        memory = self._gib(device)
         if reserved is not None and not 0 <= reserved < memory:
             yield f"--reserved-gib must be from 0 to less than {memory:g}, got {reserved:g}."
 
@@ -200,4 +210,18 @@ def load_line(plan: Plan, config: Config) -> str:
     return (
         f"an even load of the experts is assumed: with {load:g} x the mean of the tokens a rank "
         f"needs up to {more / GIB:.3g} GiB more, and its passes take longer"
+    )
+
+
+def crossing_line(config: Config, device: Device) -> str:
+    """Return a line that warns of the predicted time of experts' messages between nodes.
+
+    The line is "" if these messages stay within a node, or if there are no experts.
+    """
+    if not config.model.has_experts or expert_extent(config) <= device.node:
+        return ""
+    return (
+        "its experts exchange tokens between nodes. Two such layouts took 1.35 and 1.69 times as "
+        "long as one within nodes in published runs, where 1.90 and 3.42 times were predicted: "
+        "so this plan may be much faster than is said here, and a layout within nodes gain less"
     )

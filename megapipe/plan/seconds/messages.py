@@ -121,12 +121,17 @@ def by_cause(
         f, b, _ = expert_bytes(model, config.parallel, tokens, element_bytes=element)
         # The costs do not say which layers have experts, so each layer gets the mean.
         sparse = sum(map(model.has_experts_in, range(model.layers))) / model.layers
-        expert_ranks = config.parallel.expert_model_parallel_size * config.parallel.etp
-        extent = min(_stage_extent(config), expert_ranks)
+        extent = expert_extent(config)
         forward = sparse * device.seconds(f, extent, 4)
         backward = sparse * device.seconds(b, extent, 4)
         found[EXPERTS] = (forward, backward)
     return found
+
+
+def expert_extent(config: Config) -> int:
+    """Return the number of devices from the first to the last rank that share a layer's experts."""
+    par = config.parallel
+    return min(_stage_extent(config), par.expert_model_parallel_size * par.etp)
 
 
 def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -> float:

@@ -24,6 +24,7 @@ from megapipe.plan import GIB, make_plan
 from megapipe.plan.seconds.device import Device, load_device
 from megapipe.plan.seconds.page import digest
 from megapipe.plan.seconds.step import timed
+from megapipe.schedule import SCHEDULES, build
 from megapipe.training.check import check
 
 
@@ -84,6 +85,15 @@ def test_a_line_that_cannot_be_is_refused(line, says):
     with pytest.raises(ConfigError) as refused:
         main([*MODEL.split(), *line.split()])
     assert [words for words in says if words not in str(refused.value)] == []
+
+
+def test_without_hiding_no_schedule_pairs_passes():
+    """The list still had dualpipe-v, whose own table hides messages by pairs."""
+    found = asked_of((), (), ("hiding",), parse(Config, MODEL.split()))
+    paired = {name for name in SCHEDULES if not found.allows_schedule(name)}
+    assert paired == {"dualpipe", "dualpipe-v"}
+    tables = {name: build(name, 2, 4) for name in SCHEDULES if not SCHEDULES[name].searched}
+    assert paired == {name for name, table in tables.items() if any(len(x) > 1 for row in table.ranks for x in row)}
 
 
 @pytest.mark.parametrize("given", ["1e-300", "0", "NaN", "1e300", "true", '"4e14"'])

@@ -67,7 +67,12 @@ class SearchRestrictions:
         return sorted(map(int, self.among.get(axis, ())))
 
     def allows_schedule(self, name: str) -> bool:
-        """Return whether a plan may have the schedule of this name."""
+        """Return whether a plan may have the schedule of this name.
+
+        Without "hiding" it may have no schedule whose own table pairs passes.
+        """
+        if "hiding" in self.without and SCHEDULES[name].pairs:
+            return False
         return name not in self.without and self.allows(schedule=name)
 
 
@@ -159,7 +164,8 @@ def allows_change(asked: SearchRestrictions, own: Config, changed: Config) -> bo
         chosen["sharding"] = chosen["sharding"] == "yes"
     if chosen.get("recompute") == "none":
         chosen["recompute"] = None
-    return chosen.get("schedule") not in asked.without and asked.allows(**chosen)
+    name = chosen.get("schedule")
+    return asked.allows(**chosen) and (name is None or asked.allows_schedule(name))
 
 
 def _values(axis: str, text: str) -> Iterator[str | None]:

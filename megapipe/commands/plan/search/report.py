@@ -10,7 +10,14 @@ from megapipe.commands.plan.pasted import CLOSE, is_equal, pasted, plainest, pla
 from megapipe.commands.plan.search.found import SearchResults, leaner
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
-from megapipe.commands.plan.verdict import HOST, NO_HOST, RESERVED, Machine, load_line
+from megapipe.commands.plan.verdict import (
+    HOST,
+    NO_HOST,
+    RESERVED,
+    Machine,
+    crossing_line,
+    load_line,
+)
 from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError
 from megapipe.plan.seconds.device import Device
@@ -24,10 +31,10 @@ _OF_SCHEDULES = 3 * BEST
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
 NOT_SEARCHED = (
     "not searched: no plan has --vocab-parallel-pipeline, or --pipeline-slices unless they are "
-    "given; every plan keeps your kinds of attention, precision, kernels and CUDA graphs. "
-    "--moe-permute-fusion and --moe-grouped-gemm change nothing in any of them."
+    "given; every plan keeps your kinds of attention, precision, kernels and CUDA graphs."
 )
 """What the user may try by hand."""
+NOT_OF_EXPERTS = "--moe-permute-fusion and --moe-grouped-gemm change nothing in any plan."
 NO_PIPELINE = (
     "on 1 pipeline rank: sharded weights are gathered stage by stage, as FSDP does unit by unit. "
     "So such a plan has a schedule and --num-virtual-stages-per-pipeline-rank too: a virtual stage "
@@ -39,16 +46,27 @@ LeftOut = Callable[[Config], list[str]]
 """Returns the user's flags to leave out for a plan, by its configuration."""
 
 
-ERROR = (
-    "how sure: predicted seconds are off by 12% on average, 43% at most (29 published runs). For "
-    "layouts of one model that differ in schedule, recomputation or expert tensor parallelism, "
-    f"ratios are off by less than {CLOSE:.0%} (30 published pairs), so closer ones of them are "
-    "called equal. Between other layouts little is known: in the two published pairs, of experts, "
-    "messages between nodes took less than predicted, and ratios were off by 41% and 103%. "
-    "Messages of --tp-comm-overlap and messages of passes in pairs are assumed to hide as far as "
-    "products are longer: no GPU has measured either."
-)
-"""The errors of predictions, measured by tools/bench/published."""
+def errors(*, experts: bool) -> str:
+    """Return a line on the errors of predictions, measured by tools/bench/published.
+
+    Args:
+        experts: the model has experts. Few of their layouts were ever compared.
+    """
+    differ = "schedule, recomputation or expert tensor parallelism"
+    unknown = (
+        "in the two published pairs, of experts, messages between nodes took less than predicted, "
+        "and ratios were off by 41% and 103%"
+    )
+    if not experts:
+        differ = "schedule or recomputation"
+        unknown = "no published pair of dense models differs so"
+    return (
+        "how sure: predicted seconds are off by 12% on average, 43% at most (29 published runs). "
+        f"For layouts of one model that differ in {differ}, ratios are off by less than "
+        f"{CLOSE:.0%} (30 published pairs), so closer ones of them are called equal. Between other "
+        f"layouts little is known: {unknown}. Messages of --tp-comm-overlap and messages of passes "
+        "in pairs are assumed to hide as far as products are longer: no GPU has measured either."
+    )
 
 
 def _none(_: Config) -> list[str]:
@@ -162,7 +180,11 @@ def report(
     if any(_has_units(x.config.parallel) for x in best):
         lines.append(NO_PIPELINE)
     lines.append(f"the other plans: {_lost(found)}")
-    return ended + "\n".join([*lines, *_notes(found), ERROR, NOT_SEARCHED])
+    experts = first.config.model.has_experts
+    lines += [*_notes(found), errors(experts=experts), NOT_SEARCHED]
+    if experts:
+        lines.append(NOT_OF_EXPERTS)
+    return ended + "\n".join(lines)
 
 
 def _notes(found: SearchResults) -> list[str]:
@@ -210,7 +232,10 @@ def _of_yours(
         lines.append("      faster than all of these, if it had room")
     else:
         lines.append("      faster than all of these")
-    return [*lines, *(f"      {line}" for line in yours.changes)]
+    changes = list(yours.changes)
+    if crossing := crossing_line(x.config, device):
+        changes.insert(0, crossing)
+    return [*lines, *(f"      {line}" for line in changes)]
 
 
 def summary(x: TimedPlan, device: Device) -> str:
