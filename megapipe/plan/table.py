@@ -228,7 +228,8 @@ def fits(plan: Plan, memory: float, reserved: float) -> str:
     text = f"peak {peak / GIB:.3g} GiB"
     spare = (memory - reserved - peak) / GIB
     if spare >= 0:
-        return f"{text}: fits with {spare:.3g} to spare"
+        kept = f", {reserved / GIB:.3g} reserved" if reserved else ""
+        return f"{text}: fits with {spare:.3g} to spare{kept}"
     if peak <= memory:
         return f"{text}: tight, needs {-spare:.3g} of the {reserved / GIB:.3g} reserved"
     limit = f"{(memory - reserved) / GIB:.3g} GiB that are not reserved"

@@ -18,6 +18,7 @@ from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB, Plan, make_plan
 from megapipe.plan.seconds.device import DEVICES
+from megapipe.schedule import SCHEDULES
 from megapipe.schedule.costs_file import load_costs
 
 MODEL = (
@@ -256,6 +257,17 @@ def test_a_plan_with_room_is_told_what_a_step_takes_without_its_recomputation(ca
     assert steps[1] < 0.9 * steps[0]
 
 
+def test_a_schedule_that_hides_no_messages_is_named_next_to_one_that_does(capsys):
+    """An engineer with 1F1B was told of dualpipe-v alone, whose hiding no GPU has measured."""
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --sequence-parallel"
+    command("plan")([*DENSE.split(), *layout.split(), "--global-batch-size", "16"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "one change alone: --pipeline-schedule" in line]
+    assert len(lines) == 2
+    named = {line.split()[4].strip(":"): "which no GPU has measured" in line for line in lines}
+    assert {name: SCHEDULES[name].pairs for name in named} == named
+    assert sorted(named.values()) == [False, True]
+
+
 def test_a_plan_that_no_single_change_makes_fit_says_so(capsys):
     command("plan")([*DENSE.split(), "--memory-gib", "8"])
     assert "no change of one flag alone makes it fit: --search changes several" in capsys.readouterr().out
@@ -269,6 +281,8 @@ def test_a_named_device_has_its_own_memory(device, gib, capsys):
     said = capsys.readouterr().out
     assert f"a device has {gib} GiB, {gib / 10:.3g} of them reserved" in said
     assert ("does not fit" in said) == (gib == 24)
+    with pytest.raises(ConfigError, match=f"--rates {device}-2 is neither a device that is known by name"):
+        command("plan")([*line, "--rates", f"{device}-2"])
     with pytest.raises(ConfigError, match="--reserved-gib 1 is of --memory-gib"):
         command("plan")([*line, "--rates", "a100", "--reserved-gib", "1"])  # of 40 GiB, or of 80
 

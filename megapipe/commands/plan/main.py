@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 from megapipe.checks.inputs import answer, ask
@@ -133,7 +134,7 @@ def main(argv: Sequence[str]) -> None:
         *link,
         *other_device(flags.memory_gib, device),
         verdict,
-        load_line(plan, config),
+        load_line(plan, config, inf if machine is None else machine.limit),
         crossing_line(config, device),
         *changed,
         *unknown,

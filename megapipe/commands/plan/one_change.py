@@ -12,7 +12,7 @@ from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.asked import ANYTHING, SearchRestrictions, allows_change
 from megapipe.commands.plan.search.cells import schedules_of, short
 from megapipe.commands.plan.search.final import of_run
-from megapipe.commands.plan.search.hiding import BUCKET, HIDING, OVERLAP
+from megapipe.commands.plan.search.hiding import BUCKET, HIDING, OVERLAP, hides_unmeasured
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.config.notes import flag
@@ -22,7 +22,7 @@ from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.step import TimedPlan, timed
 from megapipe.schedule import SCHEDULES
 
-_MOST = 3
+_MOST = 4
 """Changes that are printed."""
 _LEAST_GAIN = 0.01
 """The least gain, as a fraction of the step, of a change that is printed."""
@@ -37,9 +37,10 @@ _PASSES = 4096
 def one_change(
     mine: TimedPlan, device: Device, machine: Machine, asked: SearchRestrictions = ANYTHING
 ) -> list[str]:
-    """Return lines on the changes of one flag that shorten a step most: at most three.
+    """Return lines on the changes of one flag that shorten a step most: at most four.
 
-    Of each flag the best value counts, and a bucket size brings the flag that it needs. A run has
+    Of each flag the best value counts; of schedules the best that pairs passes and the best of the
+    others. And a bucket size brings the flag that it needs. A run has
     to accept the change, and a step has to be 1% shorter. If the plan does not fit the machine, the
     lines name changes that make it fit instead, however long the step. The list is empty for tables
     that take long to make.
@@ -59,8 +60,8 @@ def one_change(
         or (entry is not None and entry.searched)
     ):
         return []
-    # The best change of each flag: {name: (seconds, text, bytes)}.
-    found: dict[str, tuple[float, str, float]] = {}
+    # The best change of each flag: {(name, hides): (seconds, text, bytes)}.
+    found: dict[tuple[str, bool], tuple[float, str, float]] = {}
     fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, config)
     for fields in _changes(config, None if fits else machine.limit):
         changed = config.with_fields(**fields)
@@ -73,12 +74,15 @@ def one_change(
                 if other.peak <= machine.limit and not machine.refuses(other.plan, changed):
                     text = f"{_said(fields)}: {other.step:.4g} s"
                     change = (other.step, text, other.peak)
-                    first = next(iter(fields))
-                    found[first] = min(change, found.get(first, change))
+                    key = (next(iter(fields)), hides_unmeasured(other))
+                    found[key] = min(change, found.get(key, change))
     lines = []
-    for step, text, peak in sorted(found.values())[:_MOST]:
+    ranked = sorted((*change, unsure) for (_, unsure), change in found.items())
+    for step, text, peak, unsure in ranked[:_MOST]:
         if not fits or step <= (1 - _LEAST_GAIN) * mine.step:
             gain = f"{step / mine.step - 1:+.1%} of a step, peak {peak / GIB:.3g} GiB"
+            if unsure:
+                gain += ", if messages hide under products as assumed, which no GPU has measured"
             does = "" if fits else " makes it fit"
             lines.append(f"one change alone{does}: {text}, {gain}")
     if not fits and not lines:

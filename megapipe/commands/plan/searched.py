@@ -10,6 +10,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from megapipe.checks.inputs import answer, ask
+from megapipe.checks.numbers import near
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import vocabulary, with_vocabulary
 from megapipe.commands.plan.one_change import one_change
@@ -146,6 +147,7 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     # Problems of the tokenizer are reported in words, and the search goes on.
     size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
     config = config.with_batch(config.global_batch_size)
+    said += _uneven(config, devices)
     config = replace(config, model=inline(config.model))
     machine = flags.machine(device, devices)
     jobs = flags.search_jobs or os.cpu_count() or 1
@@ -200,6 +202,17 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     if flags.why:
         text.append(why(flags.why, best, yours))
     return "\n".join(text), numbers
+
+
+def _uneven(config: Config, devices: int) -> list[str]:
+    """Return a line if the batch has no equal share for each device, which excludes layouts."""
+    batch = config.global_batch_size
+    if batch % devices == 0 or batch < devices:
+        return []
+    return [
+        f"--global-batch-size {batch} is no multiple of {devices} devices, so layouts with more "
+        f"data-parallel ranks are left out: {near(batch, devices)} has them too"
+    ]
 
 
 def _row(x: TimedPlan) -> dict[str, Any]:

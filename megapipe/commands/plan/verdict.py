@@ -97,13 +97,19 @@ class Machine:
 def other_device(memory_gib: float | None, device: Device) -> list[str]:
     """Return a line if --memory-gib is not the memory of the device whose speeds are assumed.
 
-    Less memory by up to a tenth is taken for what a device of this name shows.
+    Without --memory-gib the line says whether the memory of this device is not known. Less memory
+    by up to a tenth is taken for what a device of this name shows.
 
     Args:
         memory_gib: the value of --memory-gib; None if it is not given.
-        device: the device of --rates. The list is empty if its memory is not known.
+        device: the device of --rates.
     """
     known = device.capacity / GIB
+    if memory_gib is None and not known and device != Device():
+        return [
+            f"the memory of a device is not known ({device.source}): --search assumes {MEMORY:g} "
+            "GiB, and --memory-gib says another"
+        ]
     if memory_gib is None or not known or 0.9 * known <= memory_gib <= known:
         return []
     equal = [name for name, x in DEVICES.items() if x.capacity == memory_gib * GIB]
@@ -189,11 +195,14 @@ def host_of(plan: Plan, config: Config) -> HostBytes:
     return HostBytes(waiting_bytes(plan, config), saving, host_bytes(plan))
 
 
-def load_line(plan: Plan, config: Config) -> str:
+def load_line(plan: Plan, config: Config, limit: float = inf) -> str:
     """Return a line on the memory that an uneven load of the experts adds to a plan.
 
     A plan assumes an even load. The line is "" if the load changes no rank's memory: each rank has
     all experts, or experts are padded to their capacity.
+
+    Args:
+        limit: bytes of a device that the plan may take.
     """
     model = config.model
     capacity = model.capacity_factor
@@ -207,10 +216,14 @@ def load_line(plan: Plan, config: Config) -> str:
     )
     peaks = replace(plan, pieces=pieces_of(busy, busy.model)).peak_bytes
     more = max(peaks) - max(plan.peak_bytes)
-    return (
+    text = (
         f"an even load of the experts is assumed: with {load:g} x the mean of the tokens a rank "
         f"needs up to {more / GIB:.3g} GiB more, and its passes take longer"
     )
+    short = (max(peaks) - limit) / GIB
+    if short <= 0 or max(plan.peak_bytes) > limit:
+        return text
+    return f"{text}. That is {short:.3g} more than it may take"
 
 
 def crossing_line(config: Config, device: Device) -> str:

@@ -225,6 +225,11 @@ def load_device(flag: str, given: str) -> Device:
         return DEVICES[name]
     try:
         read = json.loads(Path(given).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{flag} {given} is neither a device that is known by name ({', '.join(DEVICES)}) nor "
+            "a file. Give one of these names, or a .json."
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{flag} {given} cannot be read: {error}. Give a .json, or one of {', '.join(DEVICES)}."

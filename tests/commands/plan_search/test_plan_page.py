@@ -87,6 +87,13 @@ def test_a_line_that_cannot_be_is_refused(line, says):
     assert [words for words in says if words not in str(refused.value)] == []
 
 
+def test_a_batch_that_devices_cannot_share_is_said_with_those_that_they_can(capsys, tmp_path):
+    """A search for 24 devices found only plans of 3 and 6 stages, and 240 sequences had faster ones."""
+    _, said = run_search("--global-batch-size 7 --world-size 3 --among pp=1", capsys, tmp_path)
+    assert "--global-batch-size 7 is no multiple of 3 devices" in said.out
+    assert "6 or 9 has them too" in said.out
+
+
 def test_without_hiding_no_schedule_pairs_passes():
     """The list still had dualpipe-v, whose own table hides messages by pairs."""
     found = asked_of((), (), ("hiding",), parse(Config, MODEL.split()))
@@ -190,7 +197,7 @@ def test_one_plan_says_whether_it_fits_a_device_of_memory_gib(capsys):
     peak = max(make_plan(parse(Config, [*line, "--padded-vocab-size", "1024"])).peak_bytes) / GIB
     assert "does not fit" not in before
     for size, says in (
-        (2 * peak, f"fits with {1.8 * peak - peak:.3g} to spare"),
+        (2 * peak, f"fits with {1.8 * peak - peak:.3g} to spare, {0.2 * peak:.3g} reserved"),
         (1.05 * peak, f"tight, needs {peak - 0.945 * peak:.3g} of the {0.105 * peak:.3g} reserved"),
         # Judged by what is not reserved, and counted against that too: it was 4.92 and had to be 7.3.
         (0.8 * peak, f"does not fit, {0.28 * peak:.3g} more than the {0.72 * peak:.3g} GiB that are not reserved"),

@@ -48,6 +48,19 @@ def overlapped(config: Config) -> Config:
     )
 
 
+def pairs_passes(x: TimedPlan) -> bool:
+    """Return whether passes of the plan run in pairs."""
+    return any(len(step) > 1 for row in x.plan.schedule.ranks for step in row)
+
+
+def hides_unmeasured(x: TimedPlan) -> bool:
+    """Return whether the plan hides messages within passes. No GPU has measured how far it does.
+
+    It hides them by pairs of passes, or by --tp-comm-overlap.
+    """
+    return x.config.overlaps_tp or pairs_passes(x)
+
+
 def with_fewest_flags(made: TimedPlan, own: ParallelConfig, device: Device) -> TimedPlan:
     """Return the plan without those flags of OVERLAP that do not shorten its step.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megapipe.commands.plan.pasted import CLOSE, is_equal, pasted, plainest, plainest_line
 from megapipe.commands.plan.search.found import SearchResults, leaner
+from megapipe.commands.plan.search.hiding import pairs_passes
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
 from megapipe.commands.plan.verdict import (
@@ -173,7 +174,7 @@ def report(
     if yours is not None:
         lines += _of_yours(yours, best, machine, device)
     lines += [line for line in (take, plainest_line(best)) if line]
-    if load := load_line(first.plan, first.config):
+    if load := load_line(first.plan, first.config, machine.limit):
         lines.append(f"of plan 1 {load}")
     if first.moves:
         lines.append(_without(found, best, undone))
@@ -251,7 +252,7 @@ def summary(x: TimedPlan, device: Device) -> str:
         text += f"experts {ep} x {etp}, "
     text += f"micro batch {micro}, {x.schedule}, "
     text += f"recomputes {recomputes(config.model) or 'nothing'}"
-    if any(len(step) > 1 for row in x.plan.schedule.ranks for step in row):
+    if pairs_passes(x):
         text += ", passes in pairs"
     # The name of the flag speaks of experts, and its pairs hide any communication.
     if config.parallel.overlap_moe_expert_parallel_comm and not config.model.has_experts:
