@@ -347,12 +347,45 @@ def summed(y, link):
 def gathered(y, link):
     dist.all_gather_into_tensor(y.new_empty(8), y, group=link)
 
-kept = []
+def lists(y, root):
+    return [torch.ones_like(y) for _ in range(2)] if dist.get_rank() == root else None
+
+def meet(work):
+    \"\"\"Wait for the work after both ranks have begun it.\"\"\"
+    meetings.append(work)
+    for rank in (int(number), 1 - int(number)):
+        key = f"{len(meetings)} {rank}"
+        board.set(key, "") if rank == int(number) else board.wait([key])
+    work.wait()
+
+def told_by(root):
+    return lambda y, link: meet(dist.broadcast(y, root, link, async_op=True))
+
+def gathers_to(root):
+    return lambda y, link: meet(dist.gather(y, lists(y, root), root, link, async_op=True))
+
+def scattered_by(root):
+    return lambda y, link: meet(dist.scatter(y, lists(y, root), root, link, async_op=True))
+
+def rows_from(sender):
+    def body(y, link):
+        mine = dist.get_rank()
+        leaving = [4 if mine == sender and n != mine else 0 for n in range(2)]
+        arriving = [4 if mine != sender and n == sender else 0 for n in range(2)]
+        out = y.new_empty(sum(arriving))
+        meet(dist.all_to_all_single(out, y[: sum(leaving)], arriving, leaving, link, async_op=True))
+    return body
+
+kept, meetings = [], []
+board = dist.FileStore(store + " board", 2)
+bodies = {body.__name__: body for body in (unanswered, answered, summed, gathered)}
+for kind in (told_by, gathers_to, scattered_by, rows_from):
+    bodies |= {f"{kind.__name__} {rank}": kind(rank) for rank in range(2)}
 with world() as lib:
     device = torch.device("cuda", int(number))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", f"file://{store}", rank=int(number), world_size=2)
-    for body in (unanswered, answered, summed, gathered):
+    for name, body in bodies.items():
         first, second = [dist.new_group([0, 1]) for _ in range(2)]
         x, y = (torch.ones(4, device=device) for _ in range(2))
         before = len(lib.faults())
@@ -362,14 +395,17 @@ with world() as lib:
         torch.cuda.synchronize()
         if device.index == 0:
             new = [text.partition(":")[0] for text in lib.faults()[before:]]
-            print(body.__name__ + ":", *new or ["nothing"], flush=True)
+            print(name + ":", *new or ["nothing"], flush=True)
 sys.stdout.flush()
 os._exit(0)
 """
 
 
 def test_a_rank_that_is_a_process_knows_what_another_has_got_and_nothing_more(tmp_path: Path) -> None:
-    """What was sent may be written again after an answer, which proves that it has come, and not before."""
+    """What was sent may be written again after an answer, which proves that it has come, and not before.
+
+    Rank 0 has an answer where data of rank 1 come to it: the root of a gather, and all but the root of others.
+    """
     given = ["-c", PROCESSES, str(tmp_path / "store")]
     other = subprocess.Popen([sys.executable, "-W", "ignore", *given, "1"], cwd=ROOT)
     try:
@@ -377,4 +413,17 @@ def test_a_rank_that_is_a_process_knows_what_another_has_got_and_nothing_more(tm
     finally:
         other.kill()
         other.wait()
-    assert said.splitlines() == ["unanswered: race", "answered: nothing", "summed: nothing", "gathered: nothing"]
+    assert said.splitlines() == [
+        "unanswered: race",
+        "answered: nothing",
+        "summed: nothing",
+        "gathered: nothing",
+        "told_by 0: race",
+        "told_by 1: nothing",
+        "gathers_to 0: nothing",
+        "gathers_to 1: race",
+        "scattered_by 0: race",
+        "scattered_by 1: nothing",
+        "rows_from 0: race",
+        "rows_from 1: nothing",
+    ]

@@ -214,10 +214,16 @@ class Communicator:
         written: Sequence[Tensor],
         launch: Callable[[list[Tensor], list[Tensor]], Sequence[Any]],
         what: str,
+        heard: Sequence[int] | None = None,
     ) -> Work:
-        """A collective, which ends after all ranks have begun."""
+        """A collective. heard: ranks whose data come to this one; None for all.
+
+        It ends after those have begun. NCCL says nothing of the others: their data may be on the
+        way, or still to be asked for.
+        """
         number = self._numbers["all"]
-        others = [("all", number, rank) for rank in range(self.size()) if rank != self._rank]
+        heard = range(self.size()) if heard is None else heard
+        others = [("all", number, rank) for rank in heard if rank != self._rank]
         return self._ask(read, written, launch, what, [("all", number, self._rank)], others)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
@@ -241,7 +247,8 @@ class Communicator:
                 made[0].copy_(given[0])
             return [self.inner.broadcast(made, opts)]
 
-        return self._all([x] if opts.rootRank == self._rank else [], [x], launch, what)
+        own = [x] if opts.rootRank == self._rank else []
+        return self._all(own, [x], launch, what, [opts.rootRank])
 
     def allgather(
         self, outs: Sequence[Sequence[Tensor]], given: Sequence[Tensor], opts: Any
@@ -261,7 +268,7 @@ class Communicator:
         def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
             return [self.inner.gather([made] if made else [], given, opts)]
 
-        return self._all(given, out, launch, what)
+        return self._all(given, out, launch, what, range(len(out)))
 
     def scatter(self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any) -> Work:
         what = f"scatter {opts.rootRank} {_text(outs[0])}"
@@ -271,7 +278,7 @@ class Communicator:
         def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
             return [self.inner.scatter(made, [given] if given else [], opts)]
 
-        return self._all(own, outs, launch, what)
+        return self._all(own, outs, launch, what, [opts.rootRank])
 
     def barrier(self, opts: Any = None) -> Work:
         opts = dist.AllreduceOptions()
@@ -305,9 +312,11 @@ class Communicator:
     ) -> Work:
         what = "all_to_all"
         number = self._agree("all", f"{what} {x.dtype}")
+        heard = list[int]()
         for peer in range(self.size()):
             sent = leaving[peer] if leaving else len(x) // self.size()
             received = arriving[peer] if arriving else len(out) // self.size()
+            heard += [peer] * (received > 0)
             for ends, rows in (
                 ((self._rank, peer), sent),
                 ((peer, self._rank), received),
@@ -324,7 +333,7 @@ class Communicator:
                 )
             ]
 
-        return self._all([x], [out], launch, what)
+        return self._all([x], [out], launch, what, heard)
 
     def _message(
         self, sends: bool, x: Tensor, peer: int
