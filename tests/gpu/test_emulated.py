@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -132,7 +133,7 @@ def said() -> dict[str, str]:
 
     The first is that of memory, whose blocks nobody has used before.
     """
-    programs = {"memory": MEMORY, "program": PROGRAM, "locks": LOCKS}
+    programs = {"memory": MEMORY, "program": PROGRAM, "locks": LOCKS, "lengths": LENGTHS}
     texts = run("-c", "\nprint('----')\n".join(programs.values())).split("----\n")
     return dict(zip(programs, texts, strict=True))
 
@@ -198,6 +199,23 @@ faulthandler.cancel_dump_traceback_later()
 def test_ranks_do_not_wait_for_each_other_with_locks_of_python_and_of_the_devices(said: dict[str, str]) -> None:
     """A late copy lets go of a tensor of Python, while another rank, which has Python's lock, asks for a device."""
     assert said["locks"] == "nothing\n"
+
+
+LENGTHS = """
+import tools.proofs.gpu.emulated
+import torch
+from tools.proofs.gpu.emulated.features import FEATURES
+from tools.proofs.gpu.emulated.schedules import check
+
+torch.set_num_threads(1)
+print(*check(FEATURES["lengths that vary"], graphs=False, timeout_s=60.0))
+"""
+
+
+def test_the_host_waits_for_a_shape_that_comes_and_not_for_one_that_goes(said: dict[str, str]) -> None:
+    """A step of three microbatches on two ranks. Each gets three messages, and reads the sums of the losses once."""
+    found = re.findall(r"(\w+)\.py:\d+': (\d+)", said["lengths"])
+    assert found == [("messenger", "3"), ("late", "1")], said["lengths"]
 
 
 MEMORY = """

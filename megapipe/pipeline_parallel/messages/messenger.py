@@ -169,8 +169,11 @@ class Messenger:
             tensor = self._checked(made_by, payload(made_by)) if sends else None
             # The shape is a message of its own, because a receive needs its buffer first and only
             # the sender knows the size.
-            known = self.shape if tensor is None else tensor.shape
-            shape = torch.tensor(known, device=self.pp.device)
+            if tensor is None:
+                shape = torch.empty(len(self.shape), dtype=torch.int64, device=self.pp.device)
+            else:
+                # torch.tensor(..., device=) would let the host wait for the passes before it.
+                shape = torch.tensor(tensor.shape).to(self.pp.device, non_blocking=True)
             tag = _tag(made_by)
             (work,) = self.transport.post([Op(sends, peer, shape, tag)])
             if tensor is None:
