@@ -33,15 +33,16 @@ class Judge:
     """Compares splits of the layers into stages, under a fixed schedule.
 
     A split is the number of layers of each stage. `score` returns the score of a split; the
-    function `search` looks for the smallest. `loads` and `of_depths` return times that the score
-    uses.
+    function `search` looks for the smallest. `loads` returns the work of each rank, and
+    `of_depths` the work of multi-token prediction on each stage. Times have the unit of the costs.
 
     Attributes:
+        schedule: the table of passes.
         pieces: the work of embedding, each layer and head.
         limit: takes a split, and returns the bytes that the activations of each rank may take; None
             for no limit.
-        price: changes the costs of a split before it is simulated. For example, this adds the
-            communication that overlapped pairs hide.
+        price: takes the costs of a split, and returns the costs to simulate. It may add the
+            communication that overlapped pairs hide, for example.
     """
 
     schedule: Schedule
@@ -54,8 +55,8 @@ class Judge:
 
         Args:
             counts: layers of each stage.
-        Returns: (bytes by which the fullest rank exceeds the limit, else 0; makespan; unevenness).
-            Unevenness is the sum of the squares of the ranks' times.
+        Returns: (the most bytes by which a rank exceeds its limit, or 0; makespan; unevenness).
+            Unevenness is the sum of the squares of the times in `loads`.
         """
         costs = self.price(self.pieces.costs(counts))
         clock = run_clock(self.schedule, costs)
@@ -88,9 +89,10 @@ class Judge:
         return loads
 
     def of_depths(self) -> list[float]:
-        """Return, for each stage, its part of the time of multi-token prediction on its rank.
+        """Return, for each stage, a part of its rank's time for multi-token prediction.
 
         A rank's time for modules of multi-token prediction is divided evenly among its stages.
+        The result has the stages of the main model.
         """
         place = self.schedule.placement
         own = place.rank_of[: place.main]
@@ -106,7 +108,8 @@ def search(judge: Judge) -> Counts:
 
     The best split has the smallest score. A descent begins from an even split and from a balanced
     one. A move takes a layer from one stage to another, and the stages between them shift by one.
-    Every rank of a run searches by itself and finds the same split.
+    A split that is not faster than the even one by more than rounding is not taken. Every rank of
+    a run searches by itself and finds the same split.
 
     Args:
         judge: computes the score of a split.

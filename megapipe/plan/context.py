@@ -49,8 +49,9 @@ def tensor_bytes(
 ) -> tuple[float, float]:
     """Return the bytes that tensor parallelism sends from a rank, per layer and microbatch.
 
-    With sequence parallelism, hidden states are gathered before attention and before the MLP, and
-    their outputs are reduce-scattered. Backward gathers both inputs again for the weight gradients.
+    Sequence parallelism is assumed. Forward gathers the hidden states before attention and before
+    the MLP, and reduce-scatters the outputs of both. Backward does the reverse of these four, and
+    gathers both inputs once more for the weight gradients.
 
     Args:
         tokens: tokens of a microbatch over all `ranks`.
@@ -101,8 +102,8 @@ def expert_bytes(
 ) -> tuple[float, float, float]:
     """Return the bytes that a rank sends for its experts, per layer and microbatch.
 
-    An even load of the experts is assumed. All three numbers are 0 if tensor parallelism alone
-    splits the experts, as it splits an MLP.
+    An even load of the experts is assumed. All three numbers are 0 if each rank has all experts, or
+    if tensor parallelism alone splits the experts, as it splits an MLP.
 
     Args:
         par: the sizes of the parallelism.
@@ -134,9 +135,10 @@ def _as_an_mlp(par: ParallelConfig) -> bool:
 
 
 def expert_line(config: Config) -> str:
-    """Return a line on which ranks have which experts, and on the bytes a rank sends for them.
+    """Return a line on how many experts a rank has, and on the bytes a rank sends for them.
 
-    The line is "" if tensor parallelism alone splits the experts, as it splits an MLP.
+    The line is "" without experts, or if tensor parallelism alone splits the experts, as it splits
+    an MLP.
     """
     par = config.parallel
     model = config.model

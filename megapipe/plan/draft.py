@@ -58,6 +58,7 @@ class PlanDraft:
         """Return the times and bytes of the passes of a table's stages.
 
         The costs of features that need a finished table, such as CUDA graphs, are not included.
+        Bytes that a pass needs only while it runs count as 0: `room` subtracts them.
         """
         costs = replace(self.plan(table), own=own_parts(self.config, table)).costs
         # Searches count what passes leave. `room` has room for what they need while they run.
@@ -66,7 +67,8 @@ class PlanDraft:
     def room(self, table: Schedule) -> tuple[float, ...] | None:
         """Return, for each rank, the bytes that --memory-limit-gib leaves for activations.
 
-        Returns None without that flag.
+        The rank's state, and the bytes that a pass needs only while it runs, are subtracted from
+        the limit. Returns None without that flag.
         """
         limit = self.config.parallel.memory_limit_gib
         if limit is None:

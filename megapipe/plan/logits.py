@@ -19,7 +19,8 @@ FREE = 0.1
 def most_kept(config: Config, plan: Plan, memory: float | None) -> int:
     """Return how many logits of a microbatch the loss may keep until backward, on one rank.
 
-    If a microbatch has more, they are computed again in backward.
+    These are all its logits if the device has room for them, else KEPT_ELEMENTS. Logits of a
+    microbatch that has more are computed again in backward.
 
     Args:
         memory: bytes of memory of a rank's device. None if unknown: the result is then

@@ -145,7 +145,8 @@ def _without_passes(place: Placement) -> Schedule:
 def _chain(config: Config, recipe: Recipe, draft: PlanDraft) -> Schedule:
     """Return the table with the passes of the main model's layers only.
 
-    Overlapped pairs of passes, multi-token prediction and a split vocabulary are added later.
+    Overlapped pairs of passes, multi-token prediction and a split vocabulary are added later. If a
+    search finds no order within the memory limit, an order beyond the limit is returned.
 
     Args:
         recipe: says which order of passes to make.
@@ -170,9 +171,9 @@ def _settled(draft: PlanDraft, chain: Schedule, make: Callable[[PlanDraft], Plan
 
     Which microbatches recompute depends on how many are in flight in the table. The table may
     depend on the costs of recomputation. So a first plan counts the microbatches in flight in
-    `chain`, the next plan the ones in the first plan's table, until two plans agree. If they never
-    do, a stage's fraction of microbatches that recompute nothing does not fall any more. The costs
-    then count at least the activations that the table keeps.
+    `chain`, the next plan the ones in the first plan's table, until two plans agree. After four
+    plans a stage's fraction of microbatches that recompute nothing may only rise. The costs then
+    count at least the activations that the table keeps.
 
     Args:
         chain: the table as `_chain` returned it.
@@ -221,7 +222,7 @@ def _keeping(draft: PlanDraft, table: Schedule, *, falls: bool = True) -> PlanDr
 def _best_split(draft: PlanDraft, recipe: Recipe, chain: Schedule) -> Plan:
     """Return the finished plan with the best choice of ranks for multi-token prediction.
 
-    Other choices, such as the layers of each stage, are made for each of these.
+    Other choices, such as the layers of each stage, are made for each choice of ranks.
 
     Args:
         recipe: says how the table is made.
@@ -244,7 +245,7 @@ def _split(draft: PlanDraft, recipe: Recipe, chain: Schedule) -> tuple[PlanDraft
     Args:
         recipe: says how the table is made.
         chain: the table as `_chain` returned it.
-    Returns: (the draft with the fastest split, `recipe` as given, for the next step, the plan).
+    Returns: (the draft with the layers of each stage, `recipe` as given, the plan).
     """
     plan = draft.plan(_with_ends(recipe, chain, draft))
     par = draft.config.parallel
@@ -258,6 +259,8 @@ def _split(draft: PlanDraft, recipe: Recipe, chain: Schedule) -> tuple[PlanDraft
 
 def balanced_by_cost(plan: Plan, limit_gib: float | None, price: Callable[[Costs], Costs]) -> Plan:
     """Return the plan after moving layers between stages so that the simulated step is shortest.
+
+    Its field `before` is the plan with an even split.
 
     Args:
         limit_gib: memory limit of a rank in GiB; None for no limit.
@@ -335,6 +338,8 @@ def _flags_named(config: Config) -> Iterator[None]:
 
 def with_batch(plan: Plan, config: Config) -> Plan:
     """Return a plan for another batch size, with the same layers on the same ranks.
+
+    If the number of microbatches stays the same, so does the plan.
 
     Args:
         config: the configuration with the other batch size.

@@ -26,7 +26,7 @@ class NothingToDo(ConfigError):
     grows catches the error, and runs small batches without the feature.
 
     Attributes:
-        part: the name of the feature.
+        part: the name of the feature, as in `PlanFeature.name`.
     """
 
     def __init__(self, part: str, problem: str) -> None:

@@ -68,8 +68,8 @@ class ModelWork:
 
     Attributes:
         embedding, layers, head: the work of each piece. The head has the last norm and the loss.
-        kept: if only some microbatches recompute, (the pieces without recomputation, fractions),
-            with the fraction of microbatches that do not recompute for each stage; else None.
+        kept: None unless some microbatches recompute and others do not. Then (the pieces without
+            recomputation, for each stage the fraction of microbatches that do not recompute).
         overhead: time of every pass in addition to its work.
         shares: number of pipeline ranks over which embedding and head are split; 1 if they are on
             the stages at the ends of the model.
@@ -80,7 +80,7 @@ class ModelWork:
             add these gradients in float32.
         modules: modules whose activations may be copied to the host; () for all.
         together: under full recomputation, the number of layers that backward makes again at once.
-            They keep one input. A stage with fewer layers makes all of them at once.
+            Such a group keeps one input. A stage with fewer layers is one group.
     """
 
     embedding: Work
@@ -214,9 +214,9 @@ class ModelWork:
         )
 
     def on(self, ranks: int) -> ModelWork:
-        """Return the pieces with the overhead that a pass has on `ranks` pipeline ranks.
+        """Return the pieces with the overhead of a pass: its time beyond its work.
 
-        The overhead is the time of a pass beyond its work.
+        The overhead is a fiftieth of the forward of 1/`ranks` of the model.
         """
         # A stage with 1/P of the model is the unit, however many stages a rank has.
         whole = sum((layer.f for layer in self.layers), self.embedding.f + self.head.f)
@@ -372,9 +372,10 @@ def _layers(model: ModelConfig, load: RankLoad) -> tuple[Work, ...]:
 
 
 def _depth(model: ModelConfig, load: RankLoad) -> Work:
-    """Return the work of a module of multi-token prediction, without the head.
+    """Return the work of a module of multi-token prediction, before its head is added.
 
-    A module has a projection of two normed inputs, followed by a layer.
+    A module has a projection of two normed inputs, followed by a layer. The parameters of a head,
+    which is the main model's, are subtracted here, so that the sum counts none.
 
     Args:
         load: the tokens of a microbatch on one rank, and the ranks that split a layer.

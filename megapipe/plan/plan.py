@@ -56,7 +56,7 @@ class OfPlan:
         return costs
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return, for each rank, the bytes that the feature needs beyond the rank's state."""
+        """Return, for each rank, the bytes that the feature needs at least, besides the state."""
         return [0.0] * plan.schedule.placement.num_ranks
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
@@ -85,6 +85,7 @@ class Plan:
     are bytes of each rank. `shares` are the pipeline ranks that hold equal weights.
 
     Attributes:
+        schedule: the table of passes.
         counts: number of layers of each stage of one copy of the model. DualPipe has two copies.
         pieces: the work of embedding, layers and head.
         state: bytes that a rank keeps for one parameter: weight, gradient and optimizer state.
@@ -172,7 +173,7 @@ class Plan:
 
     @property
     def least_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank needs at least: its state, and the weights that it must gather."""
+        """Bytes that each rank needs at least: its state, and what it has to gather at one time."""
         # Less than the peak, which gathers early where there is room: a limit leaves the rest.
         least = self.state_bytes
         for one in self.own.values():
@@ -197,9 +198,10 @@ class Plan:
         return sharing(self.schedule.placement, tied=self.tied)
 
     def repeated(self, stage: int) -> float:
-        """Return how many weights a stage's work counts that are another weight of its rank.
+        """Return how many of a stage's weights are not counted on its rank: a tied head's.
 
-        They are the head's, if the rank has the embedding too and both are tied.
+        A tied head on the rank of the embedding has no weight of its own. The result is 0 for
+        stages without such a head. Weights of all tensor-parallel ranks count.
         """
         if not self.tied:
             return 0.0
@@ -270,7 +272,7 @@ class Plan:
 
 
 def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Return {name of a group: the pipeline ranks that hold equal weights}.
+    """Return {name of a group: the pipeline ranks that hold equal weights}, as `Plan.shares` does.
 
     Args:
         tied: the output head uses the word embedding's weight.

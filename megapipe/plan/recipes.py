@@ -69,7 +69,8 @@ def recipe_of(config: Config) -> Recipe:
 def order_of(config: Config, microbatches: int) -> Recipe:
     """Return the recipe of the order of passes, with its stages and slices.
 
-    Unlike `recipe_of`, it adds no overlapped pairs, offload, sharding or shared vocabulary.
+    Unlike `recipe_of`, this adds no offload, sharding or shared vocabulary, and no overlapped pairs
+    besides the order's own.
 
     Args:
         microbatches: the number of microbatches of a step.
@@ -195,8 +196,10 @@ def step_of(config: Config, table: Schedule) -> StepPasses:
 def whole_step(table: Schedule, config: Config, costs: Costs = UNIT) -> Schedule:
     """Return the table with the passes that run once per step, as flags ask for them.
 
+    Updates and validations that the table has already are placed anew.
+
     Args:
-        costs: times of passes, which decide where the added passes stand.
+        costs: the times of passes. They decide where the added passes stand.
     """
     recipe = Recipe(table.name, step=step_of(config, table), replicas=config.copies_state)
     # A file's U and V stand where its author put them; a run puts them where its costs say.

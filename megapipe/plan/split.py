@@ -1,7 +1,7 @@
 """The way from flags to stages: which schedule, in how many stages, with which layers.
 
-Megatron-LM has several ways to say it, which exclude one another, see config.parallel. Here they
-are compared with the stages that the schedule has.
+Megatron-LM has several flags for the number of stages and layers, and only one may be given, see
+config.parallel. Here the flags are compared with the stages that the schedule has.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _filled(config: Config) -> tuple[int, ...]:
     """Return the numbers of stages per rank to try.
 
     If the flags ask for a number, it is the only one. Otherwise they are 1, 2 and 4, as far as the
-    layers fill the stages.
+    layers fill the stages, or else 1 alone.
     """
     if asked := chunks_of(config):
         return (asked,)

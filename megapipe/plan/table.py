@@ -55,10 +55,11 @@ def memory_table(plan: Plan, config: Config) -> str:
 def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[str, ...]]:
     """Return the table of stages as text cells: first the column titles, then a row for each stage.
 
-    A row has the stage's layers, by global numbers from 0, and its parameters: a tied weight counts
-    with the embedding alone where the head is on the same rank. Then come the forward FLOPs of a
-    microbatch over all tensor-parallel ranks, and the stage's share of all compute time. Last is
-    the predicted peak memory of the stage's rank.
+    A row begins with the numbers of the stage, of its rank, and of the stage on that rank, from 0.
+    Next are the stage's layers, by global numbers from 0, and "embedding", "loss" or "mtp" if it
+    has them. Parameters follow: a tied weight counts with the embedding alone where the head is on
+    the same rank. Then come the forward GFLOP of a microbatch over all tensor-parallel ranks, and
+    the stage's share of all compute time. Last is the predicted peak memory of its rank in GiB.
 
     Args:
         parameters: number of parameters of each stage, counted on the built model; None to count

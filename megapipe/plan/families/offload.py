@@ -37,11 +37,12 @@ class Copies(OfPlan):
     costs, and `changes` reports the copies.
 
     Attributes:
-        flag: the flag that asks for copies; --memory-limit-gib if the user gives no other.
+        flag: the flag that leads to copies: an offload flag, --pipeline-schedule for a file whose
+            table has copies, else --memory-limit-gib.
         share: the fraction of each microbatch's bytes that may be copied. Keys and values of slices
             are always copied entirely.
-        time: the time of a copy in one direction, as a fraction of a forward with its backward.
-            None computes it from the bytes.
+        time: the time of a copy in one direction, as a fraction of the stage's F, B and W. None
+            takes it from --pipeline-costs, or computes it from the bytes.
         chunks: copy only for the first `chunks` stages of each rank; None for all.
         input: bytes of the input of a stage's forward. A forward that is recomputed keeps only
             this.
@@ -139,7 +140,7 @@ class Copies(OfPlan):
 
 
 def host_bytes(plan: Plan) -> float:
-    """Return the most bytes of activations that a rank has on the host at one time."""
+    """Return the most bytes of activations that a rank has on the host at one time, or 0.0."""
     table = plan.schedule
     if Kind.O not in table.kinds:
         return 0.0
@@ -224,7 +225,10 @@ def _of(config: Config, plain: Schedule | None, made: Schedule | None) -> Copies
 
 
 def _check(config: Config, table: Schedule, terms: CostModel) -> None:
-    """Refuse --offload-modules with modules that keep nothing that may be copied.
+    """Refuse --offload-modules with modules whose activations cannot be copied.
+
+    Either these modules keep nothing, or core_attn is not among them although the table has slices,
+    whose keys and values are always copied.
 
     Args:
         table: the table before any copies.

@@ -24,7 +24,8 @@ class Replicas(OfPlan):
 
     Attributes:
         config: the configuration of the run.
-        holds: see `OfPlan`.
+        holds: what peers of a missing rank hold in addition, in words for errors; "" if no rank is
+            missing.
     """
 
     config: Config
@@ -33,7 +34,8 @@ class Replicas(OfPlan):
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
         """Return the costs with the time of copying a rank's state to its peers.
 
-        Data-parallel replicas with equal states send nothing.
+        Data-parallel replicas with equal states send nothing, so the costs stay as they are. A time
+        that --pipeline-costs gives stays too.
 
         Args:
             costs: the costs of the plan's stages so far.
@@ -51,9 +53,13 @@ class Replicas(OfPlan):
         return replace(costs, p=tuple(unit * others * x for x in stage_bytes(plan, self.config)))
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the usual bytes, and on the missing rank's peers a second set of gradients.
+        """Return, for each pipeline rank, the most bytes that it holds in a step beyond its state.
 
-        A peer holds no more activations than the fullest rank, see `Rerouted.follow`.
+        If a rank is missing, it is one of the last pipeline rank. Its peers hold a second set of
+        gradients, and no more activations than the fullest rank, see `Rerouted.follow`.
+
+        Args:
+            usual: these bytes if no rank is missing.
         """
         if not self.config.lacks_a_rank:
             return usual
@@ -106,7 +112,8 @@ class Replicas(OfPlan):
 def stage_bytes(plan: Plan, config: Config) -> list[float]:
     """Return, for each stage, the bytes of its state on one rank.
 
-    The state is main parameters and moments, without padding.
+    The state is main parameters and moments, without padding. Where the optimizer has no main
+    parameters, the weights count.
     """
     _, moments, master = bytes_of_state(config.optimizer, config.precision.half)
     each = moments + (master or config.precision.element_bytes)
@@ -144,7 +151,10 @@ def _of(config: Config, *_: Schedule | None) -> Replicas | None:
 
 
 def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
-    """Refuse a table whose passes peers cannot run, if a rank is missing."""
+    """Refuse a table if a rank is missing and its peers cannot run its passes.
+
+    Raises: ConfigError with the reason.
+    """
     if not config.lacks_a_rank:
         return
     why = ""

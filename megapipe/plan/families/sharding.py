@@ -95,11 +95,11 @@ class Sharding(OfPlan):
         return replace(costs, mem_a=tuple(gathered), mem_g=whole, mem_lent=tuple(tied))
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return, for each rank, the gathered bytes if tensors are freed as soon as possible."""
+        """Return, for each rank, the most bytes of full tensors if each is freed at once."""
         return whole_at_most(plan.schedule, plan.costs, UnshardedStages(int(self.weights), 1))
 
     def summary(self, plan: Plan) -> str:
-        """Return a line on the number of collectives, the gathered GiB, and the time that both add.
+        """Return a line on collectives: their number, their time, and GiB of full tensors.
 
         The line is "" for a table without such collectives.
         """
@@ -149,9 +149,8 @@ class _Own(NamedTuple):
     Attributes:
         dense: parameters outside experts.
         experts: parameters of experts.
-        lighter: bytes that a gather saves because weights are sent in eight bits.
-        borrows: index of the stage whose head uses the weight of the embedding, which is tied and
-            on the same rank; 0 for none.
+        lighter: bytes that a gather of the stage saves because weights are sent in eight bits.
+        borrows: index of the stage whose head reads a tied embedding on its own rank; 0 for none.
     """
 
     dense: list[float]

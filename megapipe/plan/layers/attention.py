@@ -3,7 +3,7 @@
 Attention runs in one of three ways, and each keeps something else:
 
     kernel   torch's, over the whole sequence: keeps the operands.
-    blocks   of keys, with context parallelism or dropout: also a logarithm of each query.
+    blocks   of keys, with context parallelism or dropout: also each query's log-sum-exp.
     windows  blocks of queries, each with the keys in its window: also outputs and masks.
 """
 
@@ -120,10 +120,12 @@ def _logarithms(model: ModelConfig, load: RankLoad) -> float:
 
 
 def _windows(model: ModelConfig, load: RankLoad, channels: int) -> float:
-    """Return the bytes that sliding-window attention keeps in addition; 0 without a window.
+    """Return the bytes that sliding-window attention keeps beyond its operands.
 
     Each block of queries keeps its output, the log-sum-exp of each query in float32, and its mask.
-    All sequences share the mask.
+    All sequences share the mask. Where several heads share keys and values, a block keeps a copy of
+    them for each head. The result is 0 without a window, for recomputed attention, and for
+    Transformer Engine's.
 
     Args:
         load: a rank's tokens, and the ranks that split the layer.

@@ -15,7 +15,7 @@ class Gathers(NamedTuple):
         dense: number of ranks with shards of a dense layer's weights; 1 if each rank has all
             weights.
         experts: number of ranks with shards of an expert's weights; 1 if each rank has all weights.
-        drops: gathered weights are freed after each sequence of passes that use them.
+        drops: whether gathered weights are freed after each run of passes that use them.
     """
 
     dense: int = 1
@@ -40,8 +40,8 @@ class RankLoad:
         shared: number of ranks over which sequence parallelism splits the hidden states; 1 without
             it.
         element: bytes of an element of an activation.
-        meets: keys arrive from other context-parallel ranks, so that attention is computed block by
-            block.
+        meets: whether keys arrive from other context-parallel ranks. Attention is then computed
+            block by block.
         ep: number of expert-parallel ranks.
         etp: number of ranks that split each expert.
         modules: names of modules whose activations may be copied to the host.
@@ -60,7 +60,7 @@ class RankLoad:
     gathers: Gathers = NOT_GATHERED
 
     def scores(self, channels: int, model: ModelConfig) -> float:
-        """Return the FLOPs of one matrix product of causal attention.
+        """Return the FLOPs of one matrix product of causal attention over all heads.
 
         Attention has two products: queries with keys, and probabilities with values.
 
@@ -106,8 +106,9 @@ class RankLoad:
         """Return the fields "held" and "copied" of `Work` as {field: bytes}, for kept activations.
 
         Args:
-            parts: each is (bytes, names of the modules that save them, separated by spaces). "held"
-                counts all bytes, and "copied" only bytes that may be offloaded.
+            parts: each is (bytes, names of the modules that keep these bytes). The names are
+                separated by spaces. "held" counts all bytes, and "copied" only bytes that may be
+                offloaded.
         """
         held = sum(size for size, _ in parts)
         chosen = set(self.modules)
@@ -132,7 +133,8 @@ class RankLoad:
 def around(model: ModelConfig, load: RankLoad) -> list[tuple[float, str]]:
     """Return [(bytes, module)] for what attention's norms, its input and its dropout keep.
 
-    `load` has a rank's tokens, and the ranks that split the layer.
+    The module is a name of --offload-modules; "" for bytes that belong to none. `load` has a rank's
+    tokens, and the ranks that split the layer.
     """
     h = model.hidden
     # The norm's result can be recomputed. Without a norm before attention its input is the

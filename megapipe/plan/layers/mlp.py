@@ -93,7 +93,7 @@ def _norms(model: ModelConfig) -> int:
 
 
 def _keeps_normed(model: ModelConfig) -> bool:
-    """Return whether the MLP keeps its input: it is not recomputed, and not kept by attention."""
+    """Return whether the MLP keeps its input: none recomputes it, and attention keeps another."""
     again = model.has_pre_norm and model.recompute_norms
     return not again and not _shares_norm(model)
 
@@ -159,7 +159,7 @@ def _experts(model: ModelConfig, load: RankLoad) -> Work:
 
 
 def _placed(model: ModelConfig, load: RankLoad, accepted: float) -> _Rows:
-    """Return how many rows this rank's experts compute, and whether the rows are exchanged.
+    """Return the rows of this rank: their number, whether they are exchanged, and their tables.
 
     A row is one token for one of its experts.
 
@@ -211,7 +211,7 @@ def _saved(model: ModelConfig, load: RankLoad, rows: _Rows) -> list[tuple[float,
 
 
 def _rest(model: ModelConfig, load: RankLoad, rows: _Rows) -> float:
-    """Return the bytes that router, shared expert, and the tables of where rows go keep.
+    """Return the bytes kept by router and shared expert, and of tables that say where rows go.
 
     Args:
         load: a rank's tokens, and the ranks that split the layer.

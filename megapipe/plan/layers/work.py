@@ -13,12 +13,13 @@ class Work:
     """The work and memory of one microbatch in a piece of the model.
 
     A piece is an embedding, a layer, a head, or a stage of these. Two works can be added. `part`
-    divides by a number of ranks, `in_fp8` adds quantised weights, and `time` is f + b + w. Bytes
-    are counted on one rank, FLOPs and parameters over all ranks that split the piece.
+    divides an embedding and head by a number of ranks, `in_fp8` adds the bytes of quantised
+    weights, and `time` is f + b + w. Bytes are counted on one rank, FLOPs and parameters over all
+    tensor- and expert-parallel ranks that split the piece.
 
     Attributes:
         f: the forward, in FLOPs or any unit of time.
-        b: the gradient of the input, in the same unit.
+        b: the gradient of the input with all recomputation, in the same unit.
         w: the gradients of the weights, in the same unit.
         held: bytes kept from F to B.
         kept: bytes kept from B to W: a part of `held`, and the tensors that B adds.
@@ -64,7 +65,10 @@ class Work:
         return replace(total, passing=max(self.passing, other.passing))
 
     def part(self, shares: int) -> Work:
-        """Return one rank's part of this work: an embedding and head split over `shares` ranks."""
+        """Return the work of an embedding and head on one of the `shares` ranks that split them.
+
+        Fields that such pieces do not have are 0.
+        """
         return Work(
             self.f / shares,
             self.b / shares,
@@ -75,7 +79,7 @@ class Work:
         )
 
     def in_fp8(self, load: RankLoad) -> Work:
-        """Return this layer's work, with the bytes of weights that are quantised once a step.
+        """Return this layer's work with `rounded` and `lighter`, the bytes of quantised weights.
 
         Args:
             load: the ranks that split the layer, and the ranks that gather its weights.

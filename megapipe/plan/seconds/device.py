@@ -212,7 +212,7 @@ not known.
 def load_device(flag: str, given: str) -> Device:
     """Return a device, given by its name or by a JSON file with some fields of `Device`.
 
-    Fields that the file leaves out keep the defaults of an H100. The capacity is then not known.
+    Fields that the file leaves out keep the defaults of an H100; without a capacity it is 0.
 
     Args:
         flag: the flag that gave the name or file, for errors.
@@ -272,7 +272,8 @@ def _is_number(value: object, *, or_zero: bool = False) -> bool:
 def _by_size(where: str, name: str, rows: Sequence[object]) -> dict[str, Any]:
     """Return {field of `Device`: value} for a field that a file gives as a list by size.
 
-    For "flops" the fields are `by_product`, the list itself, and `flops`, its largest speed.
+    For "flops" the fields are `by_product`, the list itself, and `flops`, its largest speed. For
+    links they are the list, the largest speed of a message, and within nodes also `latency`.
 
     Args:
         where: flag, file and field in words, for errors.
@@ -314,6 +315,7 @@ def device_of(config: Config) -> Device | None:
 
     Without the flag it is an H100 for a run on GPUs, and None for a run on CPUs, because their
     rates are not known.
+
     Raises: ConfigError if the file of --rates cannot be read.
     """
     given = config.check.rates

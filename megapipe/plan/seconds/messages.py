@@ -208,7 +208,9 @@ def _per_stage(sizes: PerStage) -> tuple[float, ...]:
 
 
 def causes_of_layer(costs: Costs, plan: Plan, config: Config, device: Device) -> dict[str, float]:
-    """Return {cause: seconds that a layer waits for collectives, forward and backward}.
+    """Return {cause: seconds that a layer waits for collectives, forward plus backward}.
+
+    The causes are TENSOR, CONTEXT and EXPERTS.
 
     Args:
         costs: the seconds of each stage's passes without communication.

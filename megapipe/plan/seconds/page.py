@@ -90,11 +90,11 @@ def page(plan: Plan, config: Config, device: Device) -> str:
 
 
 def save_seconds(size: float, device: Device | None) -> str:
-    """Return the seconds of a first save, which steps wait for, in words; or which rate is missing.
+    """Return text on the seconds in which a checkpoint is written, or that they are not known.
 
     Args:
         size: bytes of a checkpoint.
-        device: has the speed of the disk; None if it is not known.
+        device: has the speed of the disk; None if no device is known.
     """
     if device is None or not device.disk:
         return "not known, as --rates has no disk"
@@ -130,10 +130,11 @@ def numbers(one: TimedPlan, device: Device) -> dict[str, Any]:
     Args:
         one: a plan with the times of its step.
         device: the device, whose peak FLOP/s count for MFU.
-    Returns: `seconds` of a step, `tokens_per_second` of all devices, `mfu` of the device's peak,
-        `bubble` as a fraction of the step, and `shares`: {cause: its fraction of the step}. The
-        shares add up to 1, and the shares of WAITS to the bubble. If stages of other sizes suit the
-        schedule better than equal ones, the share of "unequal stages" is negative.
+    Returns: `seconds` of a step, `tokens_per_second` of all devices, `mfu` as a fraction of the
+        device's peak, `bubble` as a fraction of the step, and `shares`: {cause: its fraction of the
+        step}. Shares below 0.05% are left out. All shares add up to 1, and the shares of WAITS to
+        the bubble. If stages of other sizes suit the schedule better than equal ones, the share of
+        "unequal stages" is negative.
     """
     config = one.config
     tokens = config.global_batch_size * config.batch.sequence

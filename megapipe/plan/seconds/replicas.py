@@ -203,7 +203,10 @@ def exposed(
 
 
 def _used(table: Schedule, clock: SimulatedTimes) -> dict[int, _Used]:
-    """Return when each stage is used. A stage is ready only when its replicas are."""
+    """Return {stage: when passes use it}.
+
+    Under DualPipe the end of a stage's last gradients is the later one of its two copies.
+    """
     first: dict[int, float] = {}
     last: dict[int, tuple[float, float]] = {}
     for row, starts, ends in zip(table.ranks, clock.start, clock.end, strict=True):

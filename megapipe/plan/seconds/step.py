@@ -92,7 +92,7 @@ def timed(plan: Plan, config: Config, device: Device) -> TimedPlan:
     """Return a plan with the predicted seconds of its step.
 
     Args:
-        config: the configuration, for batch size and recomputation.
+        config: the configuration from which the plan was made.
     """
     whole = plan.schedule
     alone = in_seconds(plan, config, device)
@@ -147,7 +147,7 @@ def timed(plan: Plan, config: Config, device: Device) -> TimedPlan:
 
 
 def bubble(plan: Plan, config: Config, device: Device, *, equal: bool) -> float:
-    """Return the seconds in which a rank waits if messages between stages take no time.
+    """Return the mean seconds in which a rank waits, if messages between stages take no time.
 
     Args:
         equal: whether all stages get the mean work of a stage.

@@ -51,13 +51,11 @@ def chosen(config: Config, count: int, *, always: bool = False) -> Config:
 
 
 def _best(config: Config, planned: Planner) -> Plan | None:
-    """Return the plan with the best number of slices, if --pipeline-slices is `auto`; else None.
-
-    The best number gives the shortest makespan.
+    """Return the plan whose number of slices gives the shortest makespan.
 
     Args:
         planned: takes a configuration with a fixed number of slices and returns its plan.
-    Returns: the plan; None if the flag is not `auto`.
+    Returns: the plan; None if --pipeline-slices is not `auto`.
     Raises: ConfigError or ScheduleError if every number is refused; it is the error for the first
         number.
     """
