@@ -47,12 +47,14 @@ class Converted:
 
     Attributes:
         folder: the folder of the new checkpoint, or of the new Hugging Face model.
-        config: flags of model, data and precision, for a run that loads the result.
+        config: flags of model, data and precision, for a run that loads the result. After an
+            export, the configuration of the checkpoint.
         notes: a line for the user about each setting that means something else in the other
             program.
-        vocab_size: rows of the embedding, with padding if the other program is Megatron-LM.
-        steps: steps of the optimizer, None without its state.
-        dtype: type of the written weights, which may be rounded to it.
+        vocab_size: ids without padding if the other program is Hugging Face's; rows of the
+            embedding with padding if it is Megatron-LM.
+        steps: updates of the optimizer, if an import took its state; else None.
+        dtype: type to which the written weights are rounded; None for Megatron-LM.
     """
 
     folder: Path

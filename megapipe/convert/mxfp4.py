@@ -63,8 +63,8 @@ class Mxfp4Tensors(SavedTensors):
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the numbers of blocks [E, out, groups, 16] and scales [E, out, groups]: [E, in, out].
 
-    Both are uint8. A byte of blocks has two numbers, the first in the lower bits. A scale is an
-    exponent plus 127. The result is exact in bfloat16.
+    Both are uint8. A byte of blocks has two numbers, the first in the lower bits. A group is 32
+    numbers with one scale, an exponent plus 127. The result is exact in bfloat16.
     """
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
     pairs = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1)

@@ -61,8 +61,8 @@ class SavedTensors:
 
     Attributes:
         folder: the folder of the files.
-        stored: the names of all tensors in the files.
-        shapes: {name: whole shape of the tensor}.
+        stored: the names of all tensors in the files, as they are there.
+        shapes: {name: whole shape of the tensor}, without histories of FP8 scales.
         dtypes: {name: type of the tensor}.
 
     Raises: CheckpointError if the folder has no such files, or one of them is damaged.
@@ -163,7 +163,8 @@ class ShardWriter:
     def close(self) -> list[str]:
         """Write the last file and the index of several files, and name the files as loaders expect.
 
-        Returns: the names of all files, model-I-of-N.safetensors and the index.
+        Returns: the names of all files, model-I-of-N.safetensors and the index; of a single file
+            model.safetensors alone.
         """
         self._flush()
         n = len(self._shards)

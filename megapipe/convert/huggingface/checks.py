@@ -39,6 +39,9 @@ _ALL_TOKENS: dict[str, Any] = {
 def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConfig) -> None:
     """Check that every tensor of a Hugging Face folder is used once and has the expected shape.
 
+    Some tensors may be left over: buffers such as masks, and equal copies of a tied embedding. So
+    may the copies of embedding and head in modules of multi-token prediction.
+
     Args:
         table: for every tensor of megapipe, the names of the Hugging Face tensors that it is made
             from. `split` gives their expected shapes.
@@ -77,6 +80,8 @@ _HEADS = {f"{table.names['output_layer'].names[0]}.weight" for table in FAMILIES
 
 def check_ours(saved: SavedTensors, model: ModelConfig, name: str) -> None:
     """Check that a checkpoint of megapipe has all tensors of its model, and no other.
+
+    Tensors of the optimizer are not checked.
 
     Args:
         saved: the tensors of the checkpoint.
@@ -133,7 +138,7 @@ def other_copies(saved: SavedTensors, model: ModelConfig) -> Iterator[str]:
 
 
 def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:
-    """Yield notes for the user on settings that mean something else in Hugging Face.
+    """Yield notes for the user on settings that are easily misread or differ in Hugging Face.
 
     Args:
         content: the config.json.
@@ -264,7 +269,10 @@ def _config(folder: Path) -> Any:
 
 @torch.no_grad()
 def _rounded(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Return the model in float32, with weights rounded to a type first; None rounds nothing."""
+    """Turn the model to float32, round its weights to `dtype`, and return it.
+
+    With None nothing is rounded.
+    """
     model = model.float().eval()
     # Buffers stay: an expert's bias is float32 in every file.
     for weight in model.parameters() if dtype is not None else ():

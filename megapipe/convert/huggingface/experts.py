@@ -19,7 +19,7 @@ def settled(fields: Fields) -> Fields:
     """Return `fields` with the fields of experts in the form that ModelConfig has.
 
     The list moe_layer_freq becomes a text, such as "1" if all layers have experts. If none has, all
-    fields of experts are left out.
+    fields of experts are left out. A softmax router of a single expert gets moe_router_pre_softmax.
 
     Args:
         fields: fields as the keys of a config.json give them. moe_layer_freq, if given, is a list
@@ -205,9 +205,9 @@ class SharedExperts(Meaning):
 
 @dataclass(frozen=True)
 class Renormalised(Meaning):
-    """A config.json key that divides the weights of a token's experts by their sum.
+    """A config.json key: whether the weights of a token's experts are divided by their sum.
 
-    Only the value true can be converted.
+    Only the value true can be converted, and only with several experts for a token.
 
     Attributes:
         default: the value that transformers assumes in this family for a missing key.

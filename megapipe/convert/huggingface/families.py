@@ -95,6 +95,8 @@ def _is_refused(content: Json) -> bool:
 def differing(model: ModelConfig, content: Json, name: str) -> list[str]:
     """Return a text for each setting in which a config.json describes another model than `model`.
 
+    For a config.json that cannot be converted, the texts are the reasons.
+
     Args:
         model: megapipe's configuration.
         content: the config.json.

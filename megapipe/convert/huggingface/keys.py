@@ -147,7 +147,7 @@ class Not(Meaning):
 
 @dataclass(frozen=True)
 class Choice(Meaning):
-    """A config.json key that has other names for the values of a field.
+    """A config.json key whose values are other names for the values of a field.
 
     Attributes:
         field: name of the field of ModelConfig.
@@ -282,7 +282,7 @@ class Twin(Meaning):
     Attributes:
         other: the other key, whose own meaning sets the field.
         default: the value that transformers assumes in this family for a missing key.
-        flag: a text for the error that names the flag.
+        flag: the reason, for the error, such as "--hidden-dropout is both".
     """
 
     other: str

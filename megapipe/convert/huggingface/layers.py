@@ -214,7 +214,7 @@ class LayerWindow(Meaning):
 
 
 class AlwaysWindowed(LayerWindow):
-    """A config.json key with a sliding window for some layers, which may not be null."""
+    """A config.json key with a sliding window for some layers; the key may not be null."""
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         if content[key] is None:
@@ -275,7 +275,8 @@ def _frequency(which: Sequence[int]) -> str:
 class RotatedLayers(Meaning):
     """A config.json key with a list: 1 for each layer that rotates queries and keys, 0 for others.
 
-    The key's name, no_rope_layers, suggests the opposite.
+    The key's name, no_rope_layers, suggests the opposite. If the list is missing, every n-th layer
+    does not rotate. The key no_rope_layer_interval gives n.
     """
 
     def keys(self, key: str) -> Fields:
@@ -303,7 +304,7 @@ class RotatedLayers(Meaning):
 
 
 def by_pattern(content: Json) -> list[str]:
-    """Return each layer's kind where every n-th layer has no window.
+    """Return each layer's kind, as in layer_types, where every n-th layer has no window.
 
     Args:
         content: a config.json with n as sliding_window_pattern; null is no window in any layer.

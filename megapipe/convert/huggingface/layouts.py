@@ -207,7 +207,7 @@ class KeyHeads(Layout):
 class Taps(KeyHeads):
     """The taps of a gated delta net's convolution, by key head.
 
-    [channels, 1, taps] -> [key heads, channels / key heads, taps].
+    Hugging Face's [channels, 1, taps] -> megapipe's [key heads, channels / key heads, taps].
     """
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
@@ -236,9 +236,9 @@ class TurnedRows(Rows):
 
 
 class Experts(Layout):
-    """The experts of a layer: a matrix [f, h] for each -> [E, f, h].
+    """The experts of a layer: Hugging Face's matrix [f, h] of each -> megapipe's [E, f, h].
 
-    With two matrices for each expert, gate and up -> [E, 2, f, h].
+    If each expert has two matrices, gate and up, megapipe's tensor is [E, 2, f, h].
     """
 
     def parts(self, model: ModelConfig) -> list[str]:
@@ -270,7 +270,7 @@ class TurnedHalves(ExpertHalves):
 class Alternating(Layout):
     """Gate and up of all experts in one tensor, with columns gate, up, gate, up, and so on.
 
-    A weight [E, h, 2f] -> [E, 2, f, h], and a bias [E, 2f] -> [E, 2, f].
+    Hugging Face's weight [E, h, 2f] -> megapipe's [E, 2, f, h], a bias [E, 2f] -> [E, 2, f].
     """
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
@@ -283,7 +283,7 @@ class Alternating(Layout):
 
 
 class TurnedExperts(Layout):
-    """A matrix of all experts that Hugging Face keeps transposed: [E, f, h] -> [E, h, f]."""
+    """The last matrix of all experts: Hugging Face's transposed [E, f, h] -> our own [E, h, f]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         return parts[0].transpose(1, 2)

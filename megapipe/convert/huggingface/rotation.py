@@ -57,7 +57,8 @@ class Rotation(Meaning):
         base_key: the key for the base in older files, outside of rope_parameters.
         share_key: the key for the share in older files, outside of rope_parameters.
         missing: the rope_parameters that transformers assumes if no key gives them.
-        grows: whether the family's class reads llama_4_scaling_beta, the growth of queries.
+        grows: whether the family's class reads llama_4_scaling_beta. With it, queries grow with
+            their position.
     """
 
     base: float = 10000.0

@@ -47,7 +47,9 @@ def text_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_in(family: str, name: str) -> str | None:
-    """Return the name of a tensor in a folder with only the text model; None for other tensors.
+    """Return the name that a tensor would have in a folder with the text model alone.
+
+    Returns None for tensors of other parts, such as a model of pictures.
 
     Args:
         family: the text model's model_type.

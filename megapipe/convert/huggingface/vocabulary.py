@@ -1,8 +1,8 @@
 """A training's tokenizer as Hugging Face reads it: tokenizer.json, its settings, special ids.
 
 The result is compared with ours on a few texts before it is kept. A text that spells the end of a
-document, such as </s>, is that token there and its characters here. So are other special pieces of
-a model that has no piece for <.
+document, such as </s>, is that token in Hugging Face, and plain characters in megapipe. The same
+holds for other special pieces of a model that has no piece for <.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _normalizers(spec: Any) -> Iterator[Any]:
 
 
 def _merges(vocab: dict[str, int], kinds: list[int]) -> Iterator[tuple[str, str]]:
-    """Yield (left, right) for every two pieces that together are a piece, in the order of its id.
+    """Yield (left, right) for every two pieces that together are a third, by the third one's id.
 
     Args:
         vocab: piece -> id.

@@ -168,7 +168,8 @@ def _translated(args: Args) -> dict[str, Any]:
 def _run(args: Args) -> dict[str, Any]:
     """Return the fields of training and data from Megatron-LM's arguments.
 
-    An argument is left out if its value is a choice that megapipe does not have.
+    An argument is left out if its value is a choice that megapipe does not have. So is one that
+    another argument replaces, such as a global batch size next to a schedule of batch sizes.
     """
     left = set(left_out(args))
     # Megatron-LM fills in both ends of a constant decay; here they demand one that grows.

@@ -79,7 +79,7 @@ def fields_of(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def args_of(model: ModelConfig) -> dict[str, Any]:
-    """Return {Megatron-LM's argument: value} on the experts of a model."""
+    """Return {Megatron-LM's argument: value} on experts; {"num_experts": None} without any."""
     if not model.has_experts:
         return {"num_experts": None}
     found = {name: getattr(model, name) for name in FIELDS}

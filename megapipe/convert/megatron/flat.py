@@ -1,7 +1,7 @@
 """The distributed optimizer's state in Megatron-LM's layout: flat rows of numbers.
 
 Each model chunk of a rank has one row. Its parameters stand in reverse order, each at a multiple of
-64 from the start of its bucket. Where buckets end is not always saved. The row of main parameters
+64 elements from the start of its bucket. Where buckets end is not always saved. The main parameters
 must round to the weights, so each parameter is found by comparing numbers, never guessed.
 """
 

@@ -184,8 +184,8 @@ class LegacyTensors:
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the first tensor-parallel rank's slices, by megapipe's name.
 
-        A tensor of experts has all experts of the layer as first dimension. `read` checks other
-        ranks.
+        A tensor of experts has all experts of the layer as first dimension. `read` fails if another
+        rank's slice has another number of elements.
 
         Args:
             kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.

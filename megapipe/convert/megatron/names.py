@@ -213,6 +213,8 @@ def _fused(name: str) -> str:
 def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
     """Join the slices of all tensor-parallel ranks to the whole tensor, in its saved shape.
 
+    Of a tensor that no rank splits, the first rank's copy is returned.
+
     Args:
         parts: one slice for each rank, of any shape with the right number of elements.
         layout: the parameter's layout, which gives the saved shape and the split dimension.

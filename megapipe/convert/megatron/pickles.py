@@ -113,9 +113,9 @@ class _Unpickler(pickle.Unpickler):
         self._classes: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a class or function in the pickle, which is not imported.
+        """Return the stand-in for a class or function in the pickle.
 
-        Equal names give the same stand-in.
+        Nothing is imported. Equal names give the same stand-in.
 
         Args:
             module, name: module and name of the class.

@@ -40,7 +40,7 @@ class Sizes:
     """The parallel sizes, and the kind of layers, of the Megatron-LM run that loads an export.
 
     `args` returns Megatron-LM's arguments for these sizes, `problems` a text for each size that
-    does not divide the model.
+    does not suit the model.
 
     Attributes:
         tp: tensor-parallel ranks, which split experts too.
@@ -68,7 +68,10 @@ class Sizes:
         }
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
-        """Yield a sentence for each size that does not divide the model."""
+        """Yield a sentence for each size that is below 1 or does not divide the model.
+
+        Megatron-LM's own layers with latent attention have no tensor parallelism here.
+        """
         sizes = {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
         flags = {name: f"--target-{name}-parallel-size {size}" for name, size in sizes.items()}
         for name, size in sizes.items():

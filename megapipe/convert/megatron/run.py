@@ -42,7 +42,7 @@ def import_megatron(
         target: a folder without checkpoints.
         step: iteration. Default: as latest_checkpointed_iteration.txt says, or the only one.
         optimizer: import the optimizer's state, if it was saved.
-        progress: is called before every tensor and at the end.
+        progress: is called with (done, total) before every tensor and at the end.
 
     Raises: CheckpointError naming the file, tensor or argument that is missing, damaged or not
         supported. Nothing is written then.

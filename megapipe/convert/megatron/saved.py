@@ -172,7 +172,7 @@ class SavedRun:
         return read, steps.pop()
 
     def _refused(self, reason: str) -> CheckpointError:
-        """Return the error for a state that cannot be read: convert weights alone.
+        """Return the error for a state that cannot be read. It advises to take weights alone.
 
         Args:
             reason: the text of the error after the folder's name.

@@ -188,8 +188,7 @@ ERNIE4_5 = PLAIN.but(
 )
 
 # Microsoft 2024: Llama with fused weights. QKV is all queries above all keys above all values, and
-# not by group. Phi-4-mini rotates three quarters of the channels, and has longrope, which is
-# refused.
+# not by group. Phi-4-mini rotates three quarters of the channels, and has longrope.
 PHI3 = PLAIN.but(
     "Phi3ForCausalLM",
     "Phi-3 and Phi-4, every size; a window in all layers or in none",
@@ -208,7 +207,7 @@ PHI3 = PLAIN.but(
 )
 
 # THUDM 2024, GLM-4-9B. A file need not state that half of the channels are rotated.
-# Its successor of 2025, glm4, has norms after attention and MLP, and is refused.
+# Its successor of 2025, glm4, has norms after attention and MLP, see placed.py.
 GLM = PLAIN.but(
     "GlmForCausalLM",
     "GLM-4-9B as transformers has it; neighbours among half of the channels are rotated",

@@ -31,7 +31,7 @@ def _every_other(content: Json) -> list[str]:
     return [FULL if layer % 2 else SLIDING for layer in range(content["num_hidden_layers"])]
 
 
-# 2025. Published in four bits (mxfp4), which has to be dequantised before.
+# 2025. Published in four bits (mxfp4), which an import reads as bfloat16, see mxfp4.py.
 GPT_OSS = PLAIN.but(
     "GptOssForCausalLM",
     "every size, in mxfp4 too; attention sinks, a window in every other layer",

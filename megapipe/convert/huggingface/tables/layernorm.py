@@ -56,7 +56,10 @@ _STARCODER: dict[str, Meaning | None] = {
 
 
 class _ErfWithoutBiases(Biases):
-    """A key that says whether all matrices have a bias. Without one GELU is its erf form here."""
+    """A key that says whether all matrices have a bias.
+
+    If none has, megapipe computes GELU in its erf form. So only that form can then be converted.
+    """
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         if not content[key]:

@@ -57,7 +57,10 @@ class _Layers(RotatedLayers):
 
 
 class _Temperature(Meaning):
-    """The key attn_temperature_tuning: whether queries of layers without rotation grow."""
+    """The key attn_temperature_tuning: whether queries grow with their position.
+
+    They are the queries of layers without rotation.
+    """
 
     def keys(self, key: str) -> Fields:
         return {key: True, "attn_scale": 0.1, "floor_scale": 8192}
