@@ -143,7 +143,7 @@ def refuse_idle(args: Namespace, own: Mapping[str, object]) -> None:
 
     Args:
         args: the parsed flags of `show` or `compare`.
-        own: {sentence of an error: whether it applies}, for flags that only one of them has.
+        own: {sentence of an error: whether it applies}, for flags that only one command has.
     Raises: ScheduleError with the sentence of every mistake.
     """
     copies = args.copies or args.copy_ratio
@@ -235,7 +235,7 @@ def _only_costs(args: Namespace) -> list[str]:
     """Set flags to None if they ask for passes that the file already has; return a line for each.
 
     So a file that `show --shard` has written can be shown with --shard again. Call `stated`, which
-    reads these flags, before.
+    reads these flags, before. With --solve, --switch or --post-validation no flag is changed.
     """
     notes: list[str] = []
     given = [flag for flag in _PASSES if getattr(args, flag) is not None]
@@ -263,7 +263,7 @@ def _named(names: Iterable[str], between: str = ", ") -> str:
 
 
 def _order(args: Namespace) -> Recipe:
-    """Return the settings of the table that the schedule's name stands for: a file or a schedule.
+    """Return the settings of the table that NAME of `show` names: a schedule's, or a file's.
 
     Raises: ScheduleError for a flag that this schedule does not take, and for a missing flag.
     """

@@ -277,11 +277,14 @@ def _found(flags: Flags) -> Path:
 def check(theirs: Path, ours: Path, done: Converted) -> None:
     """Compare the logits of two models and print the difference.
 
+    Without the library transformers a line says that nothing was compared.
+
     Args:
         theirs: the folder of the Hugging Face model.
         ours: the folder of megapipe's checkpoint.
         done: the result of the conversion.
-    Raises: CheckpointError if the models differ by more than TOLERANCE.
+    Raises: CheckpointError if the models differ by more than TOLERANCE of the largest logit, or if
+        transformers cannot load the folder.
     """
     found = compare_logits(theirs, ours, done.config.model, done.vocab_size, done.dtype)
     # The library is optional: nothing else needs it.

@@ -130,13 +130,13 @@ def _modules(saved: Config, name: str | None) -> list[nn.Module]:
 def generate(
     model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int, window: int
 ) -> Iterator[int]:
-    """Yield --num-tokens new tokens, each drawn from the model's prediction after all before it.
+    """Yield --num-tokens new tokens, each drawn from the model's prediction for the text so far.
 
     Args:
         model: returns logits [b, s, v] without labels.
         ids: the tokens of the prompt, at least one.
         vocab_size: the number of ids of the tokenizer. Logits of the padding are never drawn.
-        window: the number of last tokens that the model reads.
+        window: the number of last tokens that the model reads; 0 for all.
     Raises: ConfigError if the model returns no logits, CheckpointError if they are not finite.
     """
     draw = torch.Generator().manual_seed(flags.seed)

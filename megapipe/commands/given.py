@@ -89,7 +89,7 @@ def option(text: str) -> tuple[str, int]:
 
 
 def cuts(text: str) -> str | tuple[float, ...]:
-    """Return how to cut a sequence in slices: "even", "work" and so on, or the slices' lengths."""
+    """Return how to cut a sequence in slices: "equal", "work", or the lengths of the slices."""
     if text in CUTS:
         return text
     lengths = _numbers(text)

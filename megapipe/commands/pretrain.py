@@ -68,6 +68,8 @@ def main(argv: Sequence[str]) -> None:
 def _others(found: Read[Flags], config: Config) -> list[str]:
     """Return the problems of the flags that can be read, when other flags cannot.
 
+    The list is empty with --use-checkpoint-args, since a checkpoint then gives further flags.
+
     Args:
         found: the command line.
         config: the configuration by the flags that could be read.

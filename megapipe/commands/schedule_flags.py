@@ -42,7 +42,7 @@ class Row:
         read: a function that converts the text of a value; None for a flag without a value.
         shown: the placeholder of the value in --help, such as "N".
         help: the sentence of --help.
-        of: the commands that take the argument: "show", "compare" or both.
+        of: the commands that take the argument, separated by blanks, such as "show compare".
         more: further arguments of argparse's `add_argument`.
     """
 

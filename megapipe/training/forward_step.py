@@ -18,7 +18,7 @@ def get_batch(data_iterator: Iterator[Batch] | None) -> Batch | None:
 
 
 def loss_func(loss_mask: Tensor, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return (the sum of token losses, the number of tokens, values to report by name).
+    """Return (the sum of token losses, the number of tokens, {name: [sum, number] to report}).
 
     Args:
         loss_mask: [b, s], the weight of each token's loss.

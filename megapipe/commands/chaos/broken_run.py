@@ -223,7 +223,7 @@ class Fault:
     recovered.
 
     Attributes:
-        kind: the kind of fault, such as "kill"; `main.KINDS` has all of them.
+        kind: the kind of fault, such as "kill", from `main.KINDS` or `main.IN_MEMORY`.
         run: the launch into which the fault was injected.
         noticed_s: seconds until the run reported the fault or ended; None if it did neither.
         healed_s: seconds until the run printed an iteration again; None before that.
@@ -248,6 +248,8 @@ class Fault:
 
     def watch(self, *, ends: bool) -> None:
         """Wait until the run has reported the fault or ended, if the fault must end it.
+
+        The wait lasts at most 600 seconds.
 
         Args:
             ends: whether the fault must end the run. If False, do not wait.

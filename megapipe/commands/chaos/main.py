@@ -83,6 +83,7 @@ class Chaos:
     `kill`, which returns a line for the log; "" if there was nothing to break.
 
     Attributes:
+        options: the flags of the command.
         command: the launch line.
         root: the folder for logs and checkpoints.
         faults: all faults so far.
@@ -174,7 +175,7 @@ class Chaos:
         """Inject one fault of a kind and print it. Do nothing if there is nothing to break.
 
         Args:
-            kind: a name of KINDS, such as "kill".
+            kind: a name of KINDS or IN_MEMORY, such as "kill".
             run: the launch to break.
         """
         fault = Fault(kind, run)
@@ -235,7 +236,7 @@ class Chaos:
         return f"files of at most {limit:,} bytes"
 
     def damage(self, run: Launched) -> str:
-        """Change, cut or remove a file of the newest checkpoint, and kill a random rank."""
+        """Change, cut or remove a file of the newest checkpoint of two, and kill a random rank."""
         sound = newest_sound(self.save)
         # Without a second checkpoint the run could only start from the beginning.
         if sound is None or len(list(self.save.glob("iter_???????"))) < 2:

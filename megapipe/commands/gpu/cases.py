@@ -87,11 +87,13 @@ EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 @dataclass(frozen=True)
 class Case:
-    """A training that must end normally with a falling loss, or a script.
+    """A training of `megapipe gpu-check` with the criterion by which it passes, or a script.
 
-    `megapipe gpu-check` runs these cases.
+    The criterion is `memory` if given, else a comparison with the case `like`. A case with neither
+    must have a falling loss.
 
     Attributes:
+        name: the name in the report.
         flags: the flags of the training. {folder} is a folder in which the case may write.
         like: the name of another case, the reference. Losses must be equal in each step that both
             cases train.

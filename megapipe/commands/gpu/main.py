@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def chosen(flags: Flags) -> list[Case]:
-    """Return the cases that --only names and that can run here.
+    """Return the cases that --only names and that can run here, and their references.
 
     A case whose losses are compared with another case's comes after that one.
     """

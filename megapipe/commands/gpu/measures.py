@@ -98,7 +98,7 @@ def split(device: torch.device) -> CheckResult:
     """Measure the cost of splitting the backward of two layers in bf16.
 
     Passes B (gradients of inputs) and W (of weights) are compared with one backward that computes
-    both. The check passes if the two are at most 3% slower.
+    both. The check passes if the two are at most 3% slower, and always on a CPU.
     """
     size = GPU if device.type == "cuda" else TINY
     # A stage in the middle of a pipeline.
@@ -170,7 +170,7 @@ def graphs(device: torch.device) -> CheckResult:
     """Train eight small layers without and with CUDA graphs, and measure the step times.
 
     The graphs are captured after the first step. The check passes if the two trainings give bitwise
-    equal results and the graphs print no warning.
+    equal results and the graphs print no warning. On a CPU it passes without training.
     """
     if device.type == "cpu":
         return CheckResult("CUDA graphs need a GPU")
