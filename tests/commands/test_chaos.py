@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,3 +69,13 @@ def test_a_launch_line_names_its_save_interval_in_either_form(flag, tmp_path):
         chaos.main(["--folder", str(tmp_path), "--", "torchrun", "pretrain_gpt.py", *flag])
     with pytest.raises(ConfigError, match="has no --save-interval"):
         chaos.main(["--folder", str(tmp_path), "--", "torchrun", "pretrain_gpt.py"])
+
+
+def test_a_second_full_disk_lasts_until_a_save_of_its_own_has_ended(tmp_path):
+    """With --save-failure continue it ended at once, as a save of the same launch had failed before."""
+    (tmp_path / "broken" / "iter_0000010").mkdir(parents=True)
+    (tmp_path / "broken" / "iter_0000010" / "model.safetensors").write_bytes(b"1234")
+    over = []
+    run = SimpleNamespace(saves=1, failed_saves=1, ranks=list, sees=lambda what, limit_s: over.append(what()))
+    chaos.Chaos(chaos.Options(), [], tmp_path).disk(run)
+    assert over == [False]

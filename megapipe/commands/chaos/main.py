@@ -220,13 +220,17 @@ class Chaos:
         if not sizes:
             return ""
         saves = run.saves
+        failed = run.failed_saves
         limit = int(self.draw.random() * max(sizes))
         # A write beyond the limit fails as one on a full disk does. Only the soft limit is
         # lowered: raising a hard one again needs privileges.
         for pid in run.ranks():
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        run.sees(lambda: run.saves > saves or run.failed_saves > 0, 60 + 5 * self.options.every)
+        # An earlier save of this launch may have failed: --save-failure continue goes on after it.
+        run.sees(
+            lambda: run.saves > saves or run.failed_saves > failed, 60 + 5 * self.options.every
+        )
         # The disk has room again. The ranks may have failed and ended in the meantime.
         for pid in run.ranks():
             with suppress(ProcessLookupError, PermissionError):
