@@ -1,14 +1,17 @@
 """What a plan says of a step in seconds, against hand-made sums."""
 
 import json
+import re
 from dataclasses import replace
+from typing import Literal, get_args, get_origin
 
 import pytest
 
+from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main as plan_command
 from megapipe.config import Config
-from megapipe.errors import ConfigError
-from megapipe.flags.parse import parse
+from megapipe.errors import ConfigError, ScheduleError, UserError
+from megapipe.flags.parse import flags_of, parse
 from megapipe.plan import make_plan
 from megapipe.plan.seconds.device import Device, device_of, load_device
 from megapipe.plan.seconds.page import digest, numbers
@@ -112,6 +115,57 @@ def test_check_and_plan_name_a_plan_alike_and_another_plan_otherwise(capsys):
     other = parse(Config, [*flags, "--pipeline-schedule", "zb-h1"])
     other = replace(other, model=replace(other.model, padded_vocab_size=1001), world_size=4)
     assert digest(make_plan(other), other) != said["plan"]
+
+
+FLAGS_OF_A_PLAN = [
+    flag
+    for flag in flags_of(Config).values()
+    if flag.section == "parallel" or re.search("recompute|overlap|sequence_parallel|dispatcher|fp8", flag.field)
+]
+SLOW_AND_FAST = [
+    Device(flops=1e12, inside=1e10, outside=1e9, node=2, overhead=1e-6, latency=1e-6, memory=1e11),
+    Device(flops=1e11, inside=1e11, outside=1e10, node=4, overhead=1e-6, latency=1e-7, memory=1e10),
+]
+
+
+def measured(words: list[str]) -> tuple[str, list[float]] | None:
+    """(id, seconds and peaks) of a plan; None if a run refuses the flags."""
+    config = replace(parse(Config, words), world_size=8)
+    if flag_problems(config):
+        return None
+    plan = make_plan(config)
+    steps = [timed(plan, config, device).step for device in SLOW_AND_FAST]
+    return digest(plan, config), [*steps, *plan.peak_bytes]
+
+
+@pytest.mark.parametrize(
+    ("own", "fewest"),
+    [
+        (f"{EXPERTS} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 15),
+        ("--pipeline-model-parallel-size 2 --recompute-granularity full --overlap-grad-reduce", 15),
+    ],
+)
+def test_whatever_flag_changes_the_seconds_or_the_memory_of_a_plan_changes_its_id(own, fewest):
+    """One id had 7.644 and 7.492 s, by --ddp-bucket-size, and another 7.963 and 7.995, by --tp-comm-overlap."""
+    line = [*MODEL.split(), *f"--padded-vocab-size 1024 --use-distributed-optimizer {own}".split()]
+    mine = measured(line)
+    assert mine is not None
+    changed = set()
+    for flag in FLAGS_OF_A_PLAN:
+        values: list[list[str]] = [["2"], ["40"]]
+        if flag.count == "none":
+            values = [[]]
+        elif get_origin(flag.value_type) is Literal:
+            values = [[str(x)] for x in get_args(flag.value_type)]
+        for value in values:
+            try:
+                other = measured([*line, flag.name, *value])
+            except (UserError, ScheduleError):
+                continue
+            if other is not None and other[1] != mine[1]:
+                changed.add(flag.name)
+                assert other[0] != mine[0], (flag.name, value)
+    assert len(changed) >= fewest
 
 
 def test_a_run_on_cpus_has_no_device_until_rates_name_one(tmp_path):

@@ -7,10 +7,11 @@ from hashlib import sha256
 from typing import Any
 
 from megapipe.config import Config, ModelConfig
+from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.flops import flops_per_token
-from megapipe.plan.seconds.step import TimedPlan, bubble, timed
+from megapipe.plan.seconds.step import TimedPlan, basis, bubble, timed
 from megapipe.plan.shapes.slices import in_words
 from megapipe.plan.state import GIB
 from megapipe.plan.table import checkpoint_bytes
@@ -30,7 +31,8 @@ WAITS = ("messages between stages", "unequal stages", "warm-up and drain")
 def digest(plan: Plan, config: Config) -> str:
     """Return twelve hexadecimal digits that identify a plan.
 
-    Two runs with the same digits have the same table, layers, layout and predicted memory.
+    Two runs with the same digits have the same table, layers and layout, and on any device the same
+    predicted seconds and memory.
     """
     model = config.model
     par = config.parallel
@@ -39,7 +41,7 @@ def digest(plan: Plan, config: Config) -> str:
         par.context_parallel_size,
         config.data_parallel_size,
         par.expert_model_parallel_size,
-        par.etp,
+        par.etp if model.has_experts else 1,
         config.batch.micro_batch,
         config.global_batch_size,
     )
@@ -49,9 +51,14 @@ def digest(plan: Plan, config: Config) -> str:
         model.sequence_parallel and par.tensor_model_parallel_size > 1,
         model.moe_token_dispatcher_type if model.has_experts else None,
         (par.splits_optimizer, par.shards_grads, par.shards_weights),
+        # The order of ranks says which messages leave a node.
+        par.use_tp_pp_dp_mapping and min(config.data_parallel_size, len(plan.schedule.ranks)) > 1,
     )
-    peaks = [round(size) for size in plan.peak_bytes]
-    text = repr((to_json(plan.schedule), plan.counts, layout, choices, peaks))
+    # A checkpoint and copied activations take memory of the host.
+    of_host = (*checkpoint_bytes(plan, config), host_bytes(plan))
+    sizes = [round(size) for size in (*plan.peak_bytes, *of_host)]
+    parts = (to_json(plan.schedule), plan.counts, layout, choices, sizes, basis(plan, config))
+    text = repr(parts)
     return sha256(text.encode()).hexdigest()[:12]
 
 

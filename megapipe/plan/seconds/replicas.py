@@ -202,6 +202,27 @@ def exposed(
     return found
 
 
+def reductions(plan: Plan, config: Config, device: Device) -> list[float]:
+    """Return the numbers from which `exposed` computes, apart from the times of the passes.
+
+    They are, for each stage, the seconds of its communication, then its buckets if they reduce
+    during passes; at last whether gradients are reduced, and weights gathered, during passes.
+    """
+    step = step_of(config, plan.schedule)
+    found: list[float] = []
+    reduced = 0.0
+    gathered = 0.0
+    for stage in range(len(plan.spans)):
+        bucket = buckets(plan, stage, config)
+        seconds = sent(_of_stage(plan, stage), config, device, bucket.number)
+        reduced += seconds.reduce
+        gathered += seconds.gather
+        found += seconds
+        if step.reduce and seconds.reduce:
+            found += bucket
+    return [*found, bool(step.reduce and reduced), bool(step.gather and gathered)]
+
+
 def _used(table: Schedule, clock: SimulatedTimes) -> dict[int, _Used]:
     """Return {stage: when passes use it}.
 

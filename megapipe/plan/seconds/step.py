@@ -11,7 +11,7 @@ from megapipe.plan.make import pieces_of
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import causes_of_layer, with_messages
-from megapipe.plan.seconds.replicas import exposed
+from megapipe.plan.seconds.replicas import exposed, reductions
 from megapipe.plan.seconds.update import update
 from megapipe.schedule import Costs
 from megapipe.schedule.families.family import mean, times
@@ -27,6 +27,8 @@ Layout = tuple[int, ...]
 SUMS = "gradient sums"
 UPDATE = "update"
 MOVED = "activations out of the way"
+_ANY = Device(memory=1e12)
+"""The device of `basis`. Any other would do, if no work on it takes no time."""
 AHEAD = UnshardedStages(2, 1, ahead=True)
 """How long a search keeps gathered weights: for the present stage and the next one.
 
@@ -144,6 +146,33 @@ def timed(plan: Plan, config: Config, device: Device) -> TimedPlan:
     }
     peak = max(map(add, held, plan.state_bytes))
     return TimedPlan(config, plan, schedule.name, makespan + at_end + updated, peak, parts)
+
+
+def basis(plan: Plan, config: Config) -> tuple[object, ...]:
+    """Return the numbers from which `timed` computes a step, on one device for all plans.
+
+    A flag that changes the step of a plan changes some of these numbers.
+    """
+    if plan.given is not None:
+        return (_rounded(plan.costs),)
+    costs = with_messages(in_seconds(plan, config, _ANY), plan, config, _ANY)
+    return (
+        _rounded(costs),
+        f"{update(plan, config, _ANY):.6g}",
+        [f"{seconds:.6g}" for seconds in reductions(plan, config, _ANY)],
+    )
+
+
+def _rounded(costs: Costs) -> list[str]:
+    """Return the times as text, with six digits, which do not depend on the machine."""
+    found = []
+    for name, value in vars(costs).items():
+        # Of sizes only the peak counts.
+        if name.startswith("mem_"):
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        found += [name, *(f"{x:.6g}" for x in values if x is not None)]
+    return found
 
 
 def bubble(plan: Plan, config: Config, device: Device, *, equal: bool) -> float:
