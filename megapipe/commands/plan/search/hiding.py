@@ -9,16 +9,21 @@ the layouts that would be the best if all of their communication were hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.asked import SearchRestrictions
 from megapipe.commands.plan.search.cells import short
+from megapipe.commands.plan.search.final import as_run
 from megapipe.commands.plan.search.screen import ExtrapolatedPlan
 from megapipe.config import Config, ParallelConfig
+from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import CONTEXT, EXPERTS, TENSOR
 from megapipe.plan.seconds.step import TimedPlan, timed
+from megapipe.schedule import SCHEDULES
+from megapipe.schedule.catalogue import PLAIN
 
 TRIED = 4
 """Layouts that are tried with pairs, and with --tp-comm-overlap."""
@@ -32,6 +37,11 @@ OVERLAP = ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "dd
 """Fields that overlap data-parallel communication with passes."""
 _LEAST_GAIN = 1e-4
 """The fraction of a step by which flags of OVERLAP must shorten it."""
+_GAIN_OF_PAIRS = 0.01
+"""The same for the flag of pairs under a schedule with pairs of its own, such as DualPipe's.
+
+The flag then adds a few pairs. Two plans that differ by so little are one plan for a reader.
+"""
 
 
 def overlapped(config: Config) -> Config:
@@ -74,6 +84,26 @@ def with_fewest_flags(made: TimedPlan, own: ParallelConfig, device: Device) -> T
         other = timed(made.plan, made.config.with_fields(**fields), device)
         if other.step <= (1 + _LEAST_GAIN) * made.step:
             made = replace(made, config=other.config, step=other.step, parts=other.parts)
+    return made
+
+
+def without_more_pairs(made: TimedPlan, device: Device, limit: float) -> TimedPlan:
+    """Return the plan without --overlap-moe-expert-parallel-comm if its schedule has pairs anyway.
+
+    The plan is returned unchanged if it becomes slower by more than a percent.
+
+    Args:
+        limit: bytes of a device.
+    """
+    par = made.config.parallel
+    name = par.pipeline_schedule or PLAIN
+    if not par.overlap_moe_expert_parallel_comm or not SCHEDULES[name].pairs:
+        return made
+    config = made.config.with_fields(overlap_moe_expert_parallel_comm=False)
+    with suppress(ConfigError, ScheduleError):
+        other = as_run(config, device, limit, moves=made.moves)
+        if other.peak <= limit and other.step <= (1 + _GAIN_OF_PAIRS) * made.step:
+            return other
     return made
 
 

@@ -252,16 +252,28 @@ def summary(x: TimedPlan, device: Device) -> str:
         text += f"experts {ep} x {etp}, "
     text += f"micro batch {micro}, {x.schedule}, "
     text += f"recomputes {recomputes(config.model) or 'nothing'}"
-    if pairs_passes(x):
-        text += ", passes in pairs"
-    # The name of the flag speaks of experts, and its pairs hide any communication.
-    if config.parallel.overlap_moe_expert_parallel_comm and not config.model.has_experts:
-        text += " (--overlap-moe-expert-parallel-comm, which also pairs passes without experts)"
+    text += _paired(x)
     if config.overlaps_tp:
         text += ", tensor-parallel messages overlapped"
     if x.moves:
         text += f"; {_moved(x)}"
     return f"{text}; plan {digest(x.plan, config)}"
+
+
+def _paired(x: TimedPlan) -> str:
+    """Return who runs passes in pairs, the schedule or a flag, as a text for the report.
+
+    The text is "" if no passes run together.
+    """
+    if not pairs_passes(x):
+        return ""
+    if not x.config.parallel.overlap_moe_expert_parallel_comm:
+        return ", passes in pairs by the schedule itself"
+    text = ", passes in pairs by --overlap-moe-expert-parallel-comm"
+    # The name of the flag speaks of experts, and its pairs hide any communication.
+    if not x.config.model.has_experts:
+        text += " (which also pairs passes without experts)"
+    return text
 
 
 def _moved(x: TimedPlan) -> str:

@@ -37,7 +37,13 @@ from megapipe.commands.plan.search.cells import (
 from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run, of_run
 from megapipe.commands.plan.search.first import first_that_fits, usual
 from megapipe.commands.plan.search.found import OF_KIND, SearchResults, leaner
-from megapipe.commands.plan.search.hiding import HIDING, hiding, overlapped, with_fewest_flags
+from megapipe.commands.plan.search.hiding import (
+    HIDING,
+    hiding,
+    overlapped,
+    with_fewest_flags,
+    without_more_pairs,
+)
 from megapipe.commands.plan.search.judging import Judging, Tell
 from megapipe.commands.plan.search.screen import (
     OUT_OF_MEMORY,
@@ -308,6 +314,7 @@ def _made(screen: Screen, x: ExtrapolatedPlan) -> TimedPlan | None:
     if not made:
         return None
     best = min(made, key=lambda one: (one.peak > limit, one.step))
+    best = without_more_pairs(best, screen.device, limit)
     return with_fewest_flags(best, screen.own, screen.device)
 
 
