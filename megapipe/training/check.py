@@ -36,6 +36,7 @@ from megapipe.models.transformer_engine import choose_layers
 from megapipe.plan import Plan, changes, in_words, make_plan, memory_table, summary
 from megapipe.plan.graphs import graphs_line
 from megapipe.plan.seconds.device import device_of
+from megapipe.plan.seconds.links import by_rates
 from megapipe.plan.seconds.page import UNKNOWN, digest, in_short, predicted, save_seconds
 from megapipe.plan.split import is_searched, schedule_name
 from megapipe.plan.table import checkpoint_bytes, fits_line
@@ -177,6 +178,9 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         raise ConfigError(problems)
     vocab, assumed = vocabulary(config, tokenizer)
     as_run = with_vocabulary(config, vocab)
+    linked: list[str] = []
+    if (device := device_of(config)) is not None:
+        as_run, linked = by_rates(as_run, device)
     plan = make_plan(as_run)
     no_room = _room_problems(as_run, plan)
     if config.check.check_paths == "yes":
@@ -211,6 +215,7 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         f"peak {peak_gib:.3g} GiB on a rank",
         f"recipe: megapipe schedules show {to_line(plan.recipe)}" if plan.recipe else "",
         _seconds(as_run, plan),
+        *linked,
         f"plan {digest(plan, as_run)}",
         graphs_line(as_run, plan.schedule, device_type),
     ]

@@ -337,6 +337,12 @@ def test_a_byte_of_sharded_weights_costs_what_rates_say_and_a_run_has_the_same_p
     added = f"--data-parallel-flops-per-byte {round(flops)}"
     assert f"So that a run makes this plan, add {added}: its default is 8000" in said
     assert told([*line, "--rates", rates], capsys)["plan"] == told([*line, *added.split()], capsys)["plan"]
+    # A check by these rates is of the same plan, and says the same.
+    command("check")([*line, "--rates", rates])
+    checked = capsys.readouterr().out
+    assert f"where a byte takes as long as {round(flops)} FLOPs" in checked
+    assert f"So that a run makes this plan, add {added}" in checked
+    assert f"plan {told([*line, *added.split()], capsys)['plan']}" in checked
     # A number of the user stays, and without shards nothing is said.
     command("plan")([*line, "--rates", rates, "--data-parallel-flops-per-byte", "5"])
     said = capsys.readouterr().out

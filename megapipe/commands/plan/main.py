@@ -19,7 +19,6 @@ from megapipe.commands.main import tell
 from megapipe.commands.plan.one_change import one_change_of
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import joined
-from megapipe.commands.plan.search.final import by_rates
 from megapipe.commands.plan.searched import SearchFlags, searched, sought
 from megapipe.commands.plan.telling import goes_on, slow
 from megapipe.commands.plan.verdict import crossing_line, host_of, load_line, other_device
@@ -38,6 +37,7 @@ from megapipe.plan import (
     table,
 )
 from megapipe.plan.seconds.device import Device, device_of
+from megapipe.plan.seconds.links import by_rates
 from megapipe.plan.seconds.page import digest, page, predicted
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs

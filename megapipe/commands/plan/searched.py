@@ -25,7 +25,7 @@ from megapipe.commands.plan.pasted import (
     to_take,
 )
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
-from megapipe.commands.plan.search.final import by_rates, of_run
+from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.report import (
     YOURS,
@@ -45,6 +45,7 @@ from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.flags.parse import read
 from megapipe.plan.seconds.device import Device, device_of
+from megapipe.plan.seconds.links import by_rates
 from megapipe.plan.seconds.page import digest, in_short
 from megapipe.plan.seconds.page import numbers as seconds_of
 from megapipe.plan.seconds.step import TimedPlan
