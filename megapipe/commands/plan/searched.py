@@ -275,10 +275,10 @@ def _lacks_host(best: list[TimedPlan], machine: Machine, device: Device) -> str:
     lines.append(f"      {machine.fits(best[0].plan, best[0].config)}")
     lines.append(f"      {pasted(best[0].config)}")
     for x in best:
-        alone = x.config.with_fields(no_save_optim=True)
-        if not machine.refuses(x.plan, alone):
-            lines.append(f"with --no-save-optim this fits: {summary(x, device)}")
-            lines.append(f"      {machine.fits(x.plan, alone)}")
+        alone = replace(x, config=x.config.with_fields(no_save_optim=True))
+        if not machine.refuses(alone.plan, alone.config):
+            lines.append(f"with --no-save-optim this fits: {summary(alone, device)}")
+            lines.append(f"      {machine.fits(alone.plan, alone.config)}")
             lines.append(f"      {pasted(x.config)} --no-save-optim")
             break
     return "\n".join(lines)
