@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -18,7 +18,13 @@ _NARROWEST = 40
 _WIDEST = 120
 
 
-def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) -> str:
+def help_text(
+    cls: type,
+    flags: Mapping[str, Flag],
+    program: str,
+    width: int,
+    more: Iterable[tuple[str, str]] = (),
+) -> str:
     """Return the whole text of --help, by the sections of a configuration.
 
     Args:
@@ -26,13 +32,15 @@ def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) ->
         flags: the flags of cls, in their order.
         program: the command that the user typed.
         width: columns of the terminal.
+        more: (head, text) of flags that set no field.
     """
     # A terminal of 10 columns would break every word, and one of 300 is hard to read.
     width = min(max(width, _NARROWEST), _WIDEST)
     lines = [f"usage: {program} [--flag value ...]", ""]
     if text := _about(cls):
         lines += [*_prose(as_called(text), width), ""]
-    lines += ["  -h, --help", "      Print this and end."]
+    for head, body in [("-h, --help", "Print this and end."), *more]:
+        lines += [*_filled(head, width, "  ", "      "), *_filled(body, width, "      ", "      ")]
     for section, group in groupby(flags.values(), lambda flag: flag.section):
         some = list(group)
         if section:

@@ -16,11 +16,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.flags import unset
 from megapipe.flags.flag import Flag as Flag
 from megapipe.flags.flag import flags_of as flags_of
 from megapipe.flags.fork import PADDING, SWITCHES, chosen, uneven
 from megapipe.flags.help import help_text
 from megapipe.flags.noop_flags import NOOP_FLAGS
+from megapipe.flags.old_names import OLD_NAMES, Given, old_names, text_of
 from megapipe.flags.rules import KNOWN, OF_PLAN, refusal, value_problem
 from megapipe.flags.stop import program, say
 from megapipe.flags.stop import run as run
@@ -28,43 +30,12 @@ from megapipe.flags.stop import stop as stop
 from megapipe.schedule import SCHEDULES
 
 T = TypeVar("T")
-_VALUE = ["VALUE"]
-_SELECTIVE = {"--recompute-granularity": ["selective"]}
-# These names stand in scripts that people still run. An unknown flag would stop them.
-OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
-    # Megatron-LM until 2023.
-    "--layernorm-epsilon": {"--norm-epsilon": _VALUE},
-    "--activations-checkpoint-method": {
-        "--recompute-granularity": ["full"],
-        "--recompute-method": _VALUE,
-    },
-    "--use-rotary-position-embeddings": {"--position-embedding-type": ["rope"]},
-    # Megatron-LM until 2023.
-    "--fp8-hybrid": {"--fp8-format": ["hybrid"]},
-    "--fp8-e4m3": {"--fp8-format": ["e4m3"]},
-    # The zero-bubble fork, which recomputes norms, GELU and dropout.
-    "--recompute-lgd": _SELECTIVE | {"--recompute-modules": ["layernorm", "mlp"]},
-    # Megatron-LM's own second names.
-    "--moe-layer-recompute": _SELECTIVE | {"--recompute-modules": ["moe"]},
-    "--disable-fp8-wgrad": {"--no-fp8-wgrad": []},
-    "--enable-cuda-graph": {"--cuda-graph-impl": ["local"]},
-    "--external-cuda-graph": {"--cuda-graph-impl": ["transformer_engine"]},
-    "--disable-manual-gc-eval": {"--no-manual-gc-eval": []},
-    # The fork for vocabulary parallelism.
-    "--enable-vocab-parallel": {"--vocab-parallel-pipeline": []},
-}
-"""Each old name, with the flags and values that it means. VALUE stands for its own value."""
-
 # Not every dash: -1 and -.5 are values.
 _FLAG = re.compile(r"--|-[A-Za-z]")
 # A flag in the text of an error.
 _NAMED = re.compile(r"(?<![\w-])--[A-Za-z0-9][\w-]*")
 # Flags that give a rank several stages, without which --interleave-group-size means nothing.
 _SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
-_UNQUOTED = "--step-batch-size-schedule"
-
-Given = dict[str, list[str]]
-"""Flags of ours, each with its values as typed."""
 
 
 class _Typed(NamedTuple):
@@ -136,15 +107,19 @@ def read(
     flags = flags_of(cls)
     # Before anything is checked: help must come whatever else is wrong.
     if _asks_for_help(argv, flags):
-        say(help_text(cls, flags, program(), shutil.get_terminal_size().columns))
+        more = [unset.HELP] if issubclass(cls, Config) else []
+        say(help_text(cls, flags, program(), shutil.get_terminal_size().columns, more))
         sys.exit(0)
+    taken_back: list[str] = []
+    if issubclass(cls, Config):
+        argv, taken_back = unset.without_unset(argv)
     given, others, replaced, problems = _split(argv, flags)
     noops: dict[str, str] = {}
     known: Set[str] = frozenset()
     # A tool has flags of its own only; names of Megatron-LM mean nothing to it.
     if issubclass(cls, Config):
         known = KNOWN
-        problems += _old_names(given, others)
+        problems += old_names(given, others)
         problems += _schedule_switches(given, others, noops)
         for name, values in others:
             if name in NOOP_FLAGS:
@@ -155,6 +130,7 @@ def read(
                 noops[" ".join((name, *values))] = "given again: the last one counts"
     # A line for each, the unknown ones first.
     ours = {*flags, *besides}
+    problems += _unknown_to(taken_back, {*flags})
     lines = [_other(name, values, ours, known) for name, values in others]
     lines += [flags[name].count_problem(values) for name, values in given.items()]
     lines += [flags[name].value_problem(values) for name, values in given.items()]
@@ -294,41 +270,13 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
     return typed
 
 
-def _old_names(given: Given, others: list[tuple[str, list[str]]]) -> Iterator[str]:
-    """Replace old names of flags in `others` by flags of megapipe in `given`.
-
-    Several values of --step-batch-size-schedule, which has lost its quotes, become one.
-
-    Yields: an error for each old name with a wrong number of values. For some old names also an
-        error if the flag that replaces them is given too.
-    """
-    sizes = given.get(_UNQUOTED, [])
-    if len(sizes) > 1:  # Megatron-LM's script for GPT-3 175B loses the quotes
-        given[_UNQUOTED] = [" ".join(sizes)]
-    for old, means in OLD_NAMES.items():
-        typed = [values for other, values in others if other == old]
-        if not typed:
-            continue
-        others[:] = [(other, values) for other, values in others if other != old]
-        valued = _VALUE in means.values()
-        if len(typed[-1]) != valued:
-            takes = "takes one value" if valued else "is a switch and takes no value"
-            yield f"{old} {takes}, got {' '.join(typed[-1]) or 'none'}"
-            continue
-        if old in ("--recompute-lgd", "--moe-layer-recompute") and (also := given.keys() & means):
-            both = " and ".join(sorted(also))
-            yield f"{old} is {text_of(means)} here, but {both} is given. Leave one out."
-        # An old name wins over the flag that it means, as --use-rotary-position-embeddings does in
-        # Megatron-LM.
-        for name, values in means.items():
-            given[name] = typed[-1] if values is _VALUE else values
-    rope = given.get("--position-embedding-type", [""])[-1:] == ["rope"]
-    if not rope and any(name == "--no-position-embedding" for name, _ in others):
-        yield (
-            "--no-position-embedding is ignored with --position-embedding-type rope and refused "
-            "without, as in Megatron-LM. For rotary positions add --position-embedding-type rope; "
-            "for no positions at all use --position-embedding-type none instead."
-        )
+def _unknown_to(taken_back: Iterable[str], ours: Set[str]) -> Iterator[str]:
+    """Yield an error for each flag of --unset that nobody could have given."""
+    for name in taken_back:
+        if name not in ours and name not in OLD_NAMES and name not in SWITCHES:
+            line = _other(name, [], ours, KNOWN) or ""
+            if line.startswith("unknown flag"):
+                yield f"{unset.UNSET} {name.removeprefix('--')}: {line}"
 
 
 def _schedule_switches(
@@ -372,11 +320,6 @@ def _schedule_switches(
         given["--microbatch-group-size-per-virtual-pipeline-stage"] = [str(group)]
 
 
-def text_of(flags: Mapping[str, Sequence[str]]) -> str:
-    """Return flags and their values as one line, as they were typed."""
-    return " ".join(word for name, values in flags.items() for word in (name, *values))
-
-
 def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -> str | None:
     """Return the error for a flag that sets no field; None if the flag is accepted without effect.
 
@@ -385,6 +328,8 @@ def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -
         ours: the flags that set a field, among which a misspelled name is looked for.
         known: the flags of Megatron-LM and its zero-bubble fork.
     """
+    if name == unset.UNSET:
+        return f"{name} needs names of flags without their dashes: {name} tp-comm-overlap"
     if name in known or name in OF_PLAN:
         return value_problem(name, values) if name in NOOP_FLAGS else refusal(name)
     like = name if name.startswith("--") else f"-{name}"

@@ -18,7 +18,7 @@ from megapipe.flags.help import meaning
 from megapipe.flags.idle import IDLE, noted
 from megapipe.flags.megatron_flags import MEGATRON_FLAGS
 from megapipe.flags.noop_flags import MANY, NOOP_FLAGS
-from megapipe.flags.parse import OLD_NAMES, text_of
+from megapipe.flags.old_names import OLD_NAMES, text_of
 from megapipe.flags.rules import reason
 
 

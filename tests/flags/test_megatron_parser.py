@@ -12,7 +12,8 @@ from megapipe.config import Config
 from megapipe.flags.differences import DIFFERENCES
 from megapipe.flags.megatron_flags import MEGATRON_FLAGS
 from megapipe.flags.noop_flags import MANY, NOOP_FLAGS, OLD_FLAGS
-from megapipe.flags.parse import OLD_NAMES, Flag, flags_of
+from megapipe.flags.old_names import OLD_NAMES
+from megapipe.flags.parse import Flag, flags_of
 from megapipe.flags.rules import value_problem
 
 ROWS = json.loads((Path(__file__).parent / "megatron_parser.json").read_text())["arguments"]

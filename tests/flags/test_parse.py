@@ -250,3 +250,30 @@ def test_a_list_that_is_given_twice_is_replaced_and_the_user_reads_which():
     )
     assert config.data.data_path == ("c",)
     assert config.noop_flags == (("--data-path a b", "given again: the last one counts"),)
+
+
+def test_unset_takes_back_what_stands_before_it_and_nothing_behind():
+    words = "--num-layers 4 --tp-comm-overlap --recompute-modules mlp moe --unset tp-comm-overlap recompute-modules"
+    assert parse(Config, words.split()) == parse(Config, ["--num-layers", "4"])
+    assert parse(Config, [*words.split(), "--tp-comm-overlap"]).model.tp_comm_overlap
+    assert parse(Config, ["--lr=1", "--unset=lr"]) == Config()
+    # An old name is taken back as it was typed.
+    assert parse(Config, ["--fp8-e4m3", "--unset", "fp8-e4m3"]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--unset", "--unset needs names of flags without their dashes: --unset tp-comm-overlap"),
+        ("--unset --lr 1", "--unset needs names"),
+        (
+            "--unset tp-com-overlap",
+            "--unset tp-com-overlap: unknown flag --tp-com-overlap; did you mean --tp-comm-overlap?",
+        ),
+        ("--unset --unset lr", "--unset needs names"),
+    ],
+)
+def test_unset_without_a_flag_that_is_known_is_refused(words, says):
+    with pytest.raises(ConfigError) as refused:
+        parse(Config, words.split())
+    assert says in str(refused.value)

@@ -12,7 +12,8 @@ from megapipe.errors import ConfigError
 from megapipe.flags.help import meaning
 from megapipe.flags.megatron_flags import MEGATRON_FLAGS
 from megapipe.flags.noop_flags import NOOP_FLAGS, OLD_FLAGS
-from megapipe.flags.parse import OLD_NAMES, flags_of, parse
+from megapipe.flags.old_names import OLD_NAMES
+from megapipe.flags.parse import flags_of, parse
 from megapipe.flags.rules import _REASONS, KNOWN, reason
 from megapipe.flags.table import table
 from tools.docs import hooks

@@ -9,6 +9,10 @@ from dataclasses import fields
 from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.config import Config
 from megapipe.flags.flag import flags_of as all_flags
+from megapipe.flags.fork import SWITCHES
+from megapipe.flags.old_names import OLD_NAMES
+from megapipe.flags.parse import read
+from megapipe.flags.unset import unset
 from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule.catalogue import PLAIN
 
@@ -58,7 +62,7 @@ def flags_of(config: Config) -> list[str]:
 
     Pasted after the user's own flags they override these, so some are given at their defaults too.
     A switch that is off cannot be written as a flag, and neither can None: `left_out` names the
-    user's flags to drop for that reason.
+    user's flags that --unset takes back for that reason.
     """
     chosen = chosen_fields(config)
     always = set(_ALWAYS)
@@ -81,7 +85,7 @@ def flags_of(config: Config) -> list[str]:
 
 
 def left_out(given: Config, config: Config) -> list[str]:
-    """Return the user's flags that would change a plan even with the plan's flags after them.
+    """Return the flags that would change a plan even with the plan's flags after them.
 
     Args:
         given: the configuration of the user's own flags with the plan's flags after them.
@@ -108,12 +112,32 @@ def left_out(given: Config, config: Config) -> list[str]:
     return names
 
 
-def pasted(config: Config) -> str:
+def undone(argv: Sequence[str], config: Config) -> list[str]:
+    """Return the user's flags that --unset has to take back before a plan's flags.
+
+    Old names and switches of other programs are among them if they say what the plan's flags say.
+
+    Args:
+        argv: the user's own flags as typed.
+        config: the configuration of the plan.
+    """
+    own = flags_of(config)
+    left = left_out(read(Config, [*argv, *own]).value, config)
+    said = {*left, *own}
+    typed = dict.fromkeys(word.partition("=")[0] for word in argv)
+    others = [name for name in typed if name in SWITCHES or said & {*OLD_NAMES.get(name, ())}]
+    return [*left, *others]
+
+
+def pasted(config: Config, taken_back: Sequence[str] = ()) -> str:
     """Return the flags that the search has chosen as one text, to paste in a shell.
 
     Values with spaces, | or quotes, such as a layout, are quoted.
+
+    Args:
+        taken_back: the user's flags that `undone` returns.
     """
-    return shlex.join(flags_of(config))
+    return shlex.join([*unset(taken_back), *flags_of(config)])
 
 
 def changed(own: Config, config: Config) -> list[str]:

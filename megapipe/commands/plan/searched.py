@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -19,10 +20,10 @@ from megapipe.commands.plan.pasted import (
     changed,
     flags_of,
     is_equal,
-    left_out,
     near_line,
     pasted,
     to_take,
+    undone,
 )
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
 from megapipe.commands.plan.search.final import of_run
@@ -43,7 +44,7 @@ from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.flags.parse import read
+from megapipe.flags.unset import unset
 from megapipe.plan.seconds.device import Device, device_of
 from megapipe.plan.seconds.links import by_rates
 from megapipe.plan.seconds.page import digest, in_short
@@ -135,8 +136,8 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
 
     Args:
         own: the configuration of the user's flags.
-        argv: the run's flags on the command line. The report names the flags that do not go
-            with the found plans.
+        argv: the run's flags on the command line. The flags of a found plan take back the ones
+            that do not go with it.
     Returns: (the report as text, the numbers as JSON: "plans" has the best ones, "yours" the user's
         own plan or None, with "one_change", and "take" the plan to take: its number from 1 in
         "plans", "yours", or None without plans).
@@ -179,12 +180,12 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
             found.stop(str(ended))
     best = best_of(found)
     numbers: dict[str, Any] = {
-        "plans": [_row(x) | {"leave_out": _left_out(argv, x.config)} for x in best],
+        "plans": [_row(x, undone(argv, x.config)) for x in best],
         "yours": None,
         "take": None,
     }
     if yours.plan is not None:
-        numbers["yours"] = _row(yours.plan) | {"leave_out": [], "one_change": yours.changes}
+        numbers["yours"] = _row(yours.plan) | {"one_change": yours.changes}
     take = ""
     if best:
         numbers["take"], take = _take(best, own, yours, machine)
@@ -196,10 +197,10 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
             others = search(
                 config, devices, wide, device, size, asked=asked, jobs=jobs, seconds=max(1, left)
             )
-        take = _lacks_host(best_of(others), machine, device)
+        take = _lacks_host(best_of(others), machine, device, argv)
     text = [f"{devices} devices of {machine}; assumed: {assumed}"]
     text += [*other_device(flags.memory_gib, device), *yours.linked, *said]
-    text.append(report(found, machine, device, yours, lambda one: _left_out(argv, one), take=take))
+    text.append(report(found, machine, device, yours, partial(undone, argv), take=take))
     if flags.why:
         text.append(why(flags.why, best, yours))
     return "\n".join(text), numbers
@@ -216,15 +217,20 @@ def _uneven(config: Config, devices: int) -> list[str]:
     ]
 
 
-def _row(x: TimedPlan) -> dict[str, Any]:
-    """Return the numbers of a plan as JSON."""
+def _row(x: TimedPlan, taken_back: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the numbers of a plan as JSON.
+
+    Args:
+        taken_back: the user's flags that the plan cannot have.
+    """
     return {
         "step_s": x.step,
         "peak_bytes": x.peak,
         "schedule": x.schedule,
         "host_bytes": asdict(host_of(x.plan, x.config)),
         "parts_s": x.parts,
-        "flags": flags_of(x.config),
+        "flags": [*unset(taken_back), *flags_of(x.config)],
+        "leave_out": [*taken_back],
         "plan": digest(x.plan, x.config),
     }
 
@@ -259,7 +265,9 @@ def _take(
     )
 
 
-def _lacks_host(best: list[TimedPlan], machine: Machine, device: Device) -> str:
+def _lacks_host(
+    best: list[TimedPlan], machine: Machine, device: Device, argv: Sequence[str]
+) -> str:
     """Return lines on the plans that fit the devices, and for which the host alone is short.
 
     They are the fastest plan, and the fastest one that a host has room for with --no-save-optim.
@@ -268,25 +276,22 @@ def _lacks_host(best: list[TimedPlan], machine: Machine, device: Device) -> str:
     Args:
         best: plans that fit the devices, whatever they need of a host, fastest first.
         machine: the memory of a device and of a host.
+        argv: the run's flags on the command line.
     """
     if not best:
         return ""
     lines = [f"the host alone is short: {summary(best[0], device)}"]
     lines.append(f"      {machine.fits(best[0].plan, best[0].config)}")
-    lines.append(f"      {pasted(best[0].config)}")
+    lines.append(f"      {pasted(best[0].config, undone(argv, best[0].config))}")
     for x in best:
         alone = replace(x, config=x.config.with_fields(no_save_optim=True))
         if not machine.refuses(alone.plan, alone.config):
             lines.append(f"with --no-save-optim this fits: {summary(alone, device)}")
             lines.append(f"      {machine.fits(alone.plan, alone.config)}")
-            lines.append(f"      {pasted(x.config)} --no-save-optim")
+            flags = pasted(x.config, undone(argv, x.config))
+            lines.append(f"      {flags} --no-save-optim")
             break
     return "\n".join(lines)
-
-
-def _left_out(argv: Sequence[str], config: Config) -> list[str]:
-    """Return the flags of `argv`, such as a switch, that a plan's flags after them cannot undo."""
-    return left_out(read(Config, [*argv, *flags_of(config)]).value, config)
 
 
 def _yours(

@@ -17,7 +17,7 @@ from small_searches import MODEL, SLOW, found_by, run_search
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main
-from megapipe.commands.plan.pasted import flags_of, left_out, pasted
+from megapipe.commands.plan.pasted import flags_of, pasted
 from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
@@ -235,56 +235,6 @@ def test_slices_fill_a_pipeline_that_two_long_sequences_leave_empty(capsys):
     assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--pipeline-slices x is neither a number from 1 to 64 nor auto"):
         main(["--search", *flags, "--world-size", "4", "--pipeline-slices", "x"])
-
-
-def test_flags_of_a_search_pasted_make_the_plan_that_it_promised(capsys, tmp_path):
-    """A search said 76.8 GiB where a run with its flags has 52.8, and 62.6 where it has 79.3."""
-    own = (
-        "--global-batch-size 8 --world-size 4 --rates rates.json --use-megatron-fsdp --num-experts 4 "
-        "--sequence-parallel --overlap-grad-reduce"
-    )
-    own = own.replace("rates.json", str(tmp_path / "rates.json"))
-    (tmp_path / "rates.json").write_text(json.dumps({"flops": 1e11, "inside": 1e9, "outside": 1e8, "node": 2}))
-    best, said = run_search(f"{own} --memory-gib 0.02 --search-jobs 2", capsys, tmp_path, without="")
-    assert len(best) > 3
-    # Each plan has its own list of flags that cannot be undone by others behind them.
-    rest = [line.split() for line in said.out.split("without these of yours: ")[1:]]
-    left = [x["leave_out"] for x in best if x["leave_out"]]
-    assert [words[: len(names)] for words, names in zip(rest, left, strict=False)] == left
-    for found in best:
-        split = "--tensor-model-parallel-size 1" not in " ".join(found["flags"])
-        assert ("--sequence-parallel" in found["flags"]) == split
-        assert "--sequence-parallel" not in found["leave_out"]  # one rank has nothing to split
-        line = [word for word in own.split() if word not in found["leave_out"]]
-        out = tmp_path / "one.json"
-        main([*MODEL.split(), *line, *found["flags"], "--json", str(out)])
-        made = json.loads(out.read_text())
-        assert made["plan"] == found["plan"]
-        assert made["step"]["predicted"]["seconds"] == found["step_s"]
-        assert max(made["peak_bytes"]) == found["peak_bytes"]
-
-
-def test_a_check_of_pasted_flags_predicts_the_seconds_of_the_search(capsys, tmp_path):
-    """A search by A100s said 7.434 s, and a check of its flags 2.836 s, by an H100's rates."""
-    own = "--global-batch-size 8 --num-experts 4 --world-size 4"
-    best, _ = run_search(f"{own} --rates a100 --search-jobs 1 --among tp=1 micro=1", capsys, tmp_path)
-    for found in (best[0], best[-1]):
-        check(parse(Config, [*MODEL.split(), *own.split(), *found["flags"], "--check"]))
-        assert f"predicted step {found['step_s']:.4g} s" in capsys.readouterr().out
-
-
-def test_how_much_is_recomputed_leaves_with_what_is():
-    """--recompute-method stayed where --recompute-granularity was to be left out."""
-    own = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
-    words = [*MODEL.split(), *own.split(), "--global-batch-size", "4"]
-    found = found_by(f"{own} --global-batch-size 4", 1)
-    for x in found.best.values():
-        left = left_out(parse(Config, [*words, *flags_of(x.config)]), x.config)
-        recomputes_all = x.config.model.recompute_granularity == "full"
-        names = ["--recompute-granularity", "--recompute-method", "--recompute-num-layers"]
-        if x.config.model.recompute_granularity == "selective":
-            names = names[1:]
-        assert left == ([] if recomputes_all else names)
 
 
 @pytest.mark.parametrize(

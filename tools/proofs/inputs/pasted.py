@@ -4,8 +4,8 @@
 
 Each draw is a small model, a number of devices, their memory and rates, and the user's own layout
 flags. `plan --search` runs as a user's command does. The flags of every plan of its list are put
-after the user's own flags, without the ones that it says to leave out, and the plan of that command
-line has to have the same digest, the same seconds and the same peak.
+after the user's own flags, and the plan of that command line has to have the same digest, the same
+seconds and the same peak.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ OWN = (
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule "
     "interleaved",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--pipeline-model-parallel-size 2 --enable-zero-bubble --moe-layer-recompute",
+    "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --recompute-activations",
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
     "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
     "--pipeline-model-parallel-size 2 --pipeline-slices 2",
@@ -75,23 +77,10 @@ def asked(words: list[str], folder: Path) -> Any:
     return json.loads(out.read_text())
 
 
-def without(words: list[str], names: set[str]) -> list[str]:
-    """Return the words without these flags and their values."""
-    kept: list[str] = []
-    leaving = False
-    for word in words:
-        if word.startswith("--"):
-            leaving = word in names
-        if not leaving:
-            kept.append(word)
-    return kept
-
-
 def differences(words: list[str], found: dict[str, Any], folder: Path) -> str:
     """Return how the plan of the pasted flags differs from the found one; empty if it does not."""
-    line = [*without(words, set(found["leave_out"])), *found["flags"]]
     try:
-        made = asked(line, folder)
+        made = asked([*words, *found["flags"]], folder)
     except (UserError, ScheduleError) as error:
         return f"refused: {error}"
     told = (found["plan"], found["step_s"], found["peak_bytes"])

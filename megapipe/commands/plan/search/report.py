@@ -44,7 +44,7 @@ NO_PIPELINE = (
 )
 """Why a plan without a pipeline has stages."""
 LeftOut = Callable[[Config], list[str]]
-"""Returns the user's flags to leave out for a plan, by its configuration."""
+"""Returns the user's flags that a plan cannot have, by its configuration."""
 
 
 def errors(*, experts: bool) -> str:
@@ -158,7 +158,7 @@ def report(
             lines.append(f"least memory: {summary(x, device)}")
             lines += [
                 f"      {machine.fits(x.plan, x.config)}",
-                f"      {pasted(x.config)}",
+                f"      {pasted(x.config, undone(x.config))}",
             ]
         return "\n".join([*lines, *_notes(found)])
     first = best[0]
@@ -168,9 +168,7 @@ def report(
         if n > 1:
             lines.append(f"      {_slower(x, first)}")
         lines.append(f"      {machine.fits(x.plan, x.config)}")
-        lines.append(f"      {pasted(x.config)}")
-        if without := undone(x.config):
-            lines.append(f"      without these of yours: {' '.join(without)}")
+        lines.append(f"      {pasted(x.config, undone(x.config))}")
     if yours is not None:
         lines += _of_yours(yours, best, machine, device)
     lines += [line for line in (take, plainest_line(best)) if line]
@@ -304,10 +302,7 @@ def _without(found: SearchResults, best: list[TimedPlan], undone: LeftOut) -> st
     for n, other in enumerate(best, 1):
         if other is x:
             return f"{text}, number {n}"
-    text = f"{text}, {pasted(x.config)}"
-    if left := undone(x.config):
-        text += f", without these of yours: {' '.join(left)}"
-    return text
+    return f"{text}, {pasted(x.config, undone(x.config))}"
 
 
 def _has_units(par: ParallelConfig) -> bool:
