@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megapipe.commands.plan.pasted import CLOSE, plainness
@@ -10,10 +10,14 @@ from megapipe.commands.plan.search.cells import under
 from megapipe.commands.plan.search.judging import key_of
 from megapipe.commands.plan.search.screen import ExtrapolatedPlan
 from megapipe.config import Config
+from megapipe.plan.seconds.page import recomputes
+from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule.catalogue import PLAIN
 
 _LEFT = 2
 """Layouts, with shards and without, up to which a search compares schedules and not layouts."""
+_GAIN_OF_WAVES = 0.01
+"""The fraction of a step by which virtual stages of an only pipeline rank must shorten it."""
 _PLAINEST = 3
 """Plans that are made once more under 1F1B, without more stages than ranks."""
 
@@ -25,6 +29,45 @@ def leaves_schedules(cells: list[Config]) -> bool:
     """
     kinds = {key_of(cell) for cell in cells}
     return len(kinds) <= _LEFT and all(piped for _, (_, piped) in kinds)
+
+
+def has_units(config: Config) -> bool:
+    """Return whether one pipeline rank has several virtual stages."""
+    par = config.parallel
+    stages = par.num_virtual_stages_per_pipeline_rank or 1
+    return par.pipeline_model_parallel_size == 1 and stages > 1
+
+
+def without_waves(plans: Iterable[ExtrapolatedPlan]) -> Iterator[ExtrapolatedPlan]:
+    """Yield plans again whose weights one pipeline rank holds in several virtual stages, with one.
+
+    Waves there only hide some sums of gradients, so that many of these plans gain nothing.
+    """
+    for x in plans:
+        if has_units(x.config) and not x.kind[0]:
+            yield replace(x, config=under(x.config, PLAIN, None), balanced=False)
+
+
+def plain_instead(x: TimedPlan, finished: Iterable[TimedPlan]) -> TimedPlan:
+    """Return the plan of this layout with one stage on its only pipeline rank, if it is as fast.
+
+    The plan itself is returned if its weights are sharded, or if its virtual stages shorten the
+    step by more than a percent.
+
+    Args:
+        finished: all plans of the search that fit.
+    """
+    if not has_units(x.config) or x.config.parallel.use_megatron_fsdp:
+        return x
+    for other in finished:
+        same = other.layout == x.layout and recomputes(other.config.model) == recomputes(
+            x.config.model
+        )
+        sharded = other.config.parallel.use_megatron_fsdp
+        plain = not (has_units(other.config) or sharded or other.moves)
+        if same and plain and other.step <= (1 + _GAIN_OF_WAVES) * x.step:
+            return other
+    return x
 
 
 def plainer(ranked: list[ExtrapolatedPlan]) -> Iterator[ExtrapolatedPlan]:

@@ -136,6 +136,25 @@ def test_the_plainest_of_plans_nearly_as_fast_is_made_and_named():
     assert plainest_line(shown[1:]) == ""
 
 
+def test_virtual_stages_of_one_pipeline_rank_that_gain_nothing_are_not_on_the_page():
+    """A reader of "32 data x 1 pipeline, hanayo" took the schedule for an error; it gained 0.6%."""
+    own = parse(Config, [*MODEL.split(), "--global-batch-size", "16", "--num-layers", "8"])
+    asked = SearchRestrictions(among={"tp": frozenset("1"), "pp": frozenset("1")}, without=frozenset(["sharding"]))
+    # The slower the links, the more gradient sums a wave can hide.
+    gains = {}
+    for inside in (3e8, 1e12):
+        device = replace(SLOW, inside=inside, outside=inside)
+        found = search(own, 2, Machine(GIB), device, 1000, asked=asked)
+        shown = best_of(found)
+        waves = [x for x in shown if x.schedule == "hanayo"]
+        plain = {x.layout: x.step for x in found.finished if x.schedule == "1f1b"}
+        gains[inside] = [1 - x.step / plain[x.layout] for x in waves]
+        assert {x.layout for x in shown} == {x.layout for x in found.best.values()}
+    assert gains[1e12] == []
+    assert gains[3e8]
+    assert min(gains[3e8]) > 0.009
+
+
 def test_where_only_the_schedule_is_free_each_schedule_has_its_plan():
     """Seven schedules were asked for, and the page had one plan and "7 slower than others of their kind"."""
     own = parse(Config, [*MODEL.split(), "--global-batch-size", "16"])

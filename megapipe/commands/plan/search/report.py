@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megapipe.commands.plan.compared import has_units, plain_instead
 from megapipe.commands.plan.pasted import CLOSE, is_equal, pasted, plainest, plainest_line
 from megapipe.commands.plan.search.found import SearchResults, leaner
 from megapipe.commands.plan.search.hiding import pairs_passes
@@ -19,7 +20,7 @@ from megapipe.commands.plan.verdict import (
     crossing_line,
     load_line,
 )
-from megapipe.config import Config, ParallelConfig
+from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.page import digest, in_short, numbers, recomputes
@@ -97,12 +98,14 @@ def best_of(found: SearchResults) -> list[TimedPlan]:
     A kind is (whether weights are sharded, whether there is a pipeline, whether single activations
     are offloaded or recomputed). A lean plan needs a tenth less memory than every faster one. The
     plainest plan of those nearly as fast as the first is among them too. Where schedules are
-    compared, the best plan of each is.
+    compared, the best plan of each is. Virtual stages of an only pipeline rank are left out if they
+    gain less than a percent.
 
     Args:
         found: the result of the search.
     """
-    ranked = sorted(found.best.values(), key=lambda x: x.step)
+    kept = [plain_instead(x, found.finished) for x in found.best.values()]
+    ranked = sorted(kept, key=lambda x: x.step)
     first: dict[tuple[object, ...], TimedPlan] = {}
     for x in ranked:
         first.setdefault((*kind_of(x.config), x.moves), x)
@@ -176,11 +179,14 @@ def report(
         lines.append(f"of plan 1 {load}")
     if first.moves:
         lines.append(_without(found, best, undone))
-    if any(_has_units(x.config.parallel) for x in best):
+    if any(has_units(x.config) for x in best):
         lines.append(NO_PIPELINE)
     lines.append(f"the other plans: {_lost(found)}")
     experts = first.config.model.has_experts
-    lines += [*_notes(found), errors(experts=experts), NOT_SEARCHED]
+    sure = errors(experts=experts)
+    if first.config.overlaps_tp or _paired(first):
+        sure += " Plan 1 rests on this."
+    lines += [*_notes(found), sure, NOT_SEARCHED]
     if experts:
         lines.append(NOT_OF_EXPERTS)
     return ended + "\n".join(lines)
@@ -303,12 +309,6 @@ def _without(found: SearchResults, best: list[TimedPlan], undone: LeftOut) -> st
         if other is x:
             return f"{text}, number {n}"
     return f"{text}, {pasted(x.config, undone(x.config))}"
-
-
-def _has_units(par: ParallelConfig) -> bool:
-    """Return whether one pipeline rank has several virtual stages."""
-    stages = par.num_virtual_stages_per_pipeline_rank or 1
-    return par.pipeline_model_parallel_size == 1 and stages > 1
 
 
 def _lost(found: SearchResults) -> str:

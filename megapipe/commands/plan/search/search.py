@@ -22,7 +22,7 @@ from itertools import product
 from math import inf
 from operator import attrgetter
 
-from megapipe.commands.plan.compared import leaves_schedules, plainer
+from megapipe.commands.plan.compared import leaves_schedules, plainer, without_waves
 from megapipe.commands.plan.search.asked import ANYTHING, SearchRestrictions
 from megapipe.commands.plan.search.bounds import Counted, fill
 from megapipe.commands.plan.search.cells import (
@@ -275,7 +275,7 @@ def _to_make(
         return [replace(x, balanced=False) for x in chosen.values()], []
     more = [*leaner(ranked)]
     if asked.allows_schedule(PLAIN):
-        more += plainer(ranked)
+        more += [*plainer(ranked), *without_waves(chosen.values())]
     if by_schedule:
         more += ranked
     chosen |= {id(x): x for x in more}
