@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megapipe.commands.plan.compared import has_units, plain_instead
 from megapipe.commands.plan.pasted import CLOSE, is_equal, pasted, plainest, plainest_line
 from megapipe.commands.plan.search.found import SearchResults, leaner
-from megapipe.commands.plan.search.hiding import pairs_passes
+from megapipe.commands.plan.search.hiding import hides_unmeasured, pairs_passes
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
 from megapipe.commands.plan.verdict import (
@@ -184,7 +184,7 @@ def report(
     lines.append(f"the other plans: {_lost(found)}")
     experts = first.config.model.has_experts
     sure = errors(experts=experts)
-    if first.config.overlaps_tp or _paired(first):
+    if hides_unmeasured(first):
         sure += " Plan 1 rests on this."
     lines += [*_notes(found), sure, NOT_SEARCHED]
     if experts:
