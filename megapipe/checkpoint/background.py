@@ -1,8 +1,8 @@
 """--async-save: copy a rank's part of a checkpoint into memory that a writer shares, and train on.
 
-All checkpoints of a run have equal files, headers and positions of tensors; only the numbers
-differ. The first save of a run is therefore written in the foreground. From its files a rank learns
-the form of the following ones.
+All checkpoints of a run have equal files, headers and positions of tensors; only the values differ.
+The first save of a run is therefore written in the foreground. A rank reads headers and positions
+from its files, and uses them for all later saves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Background:
 
     Attributes:
         keep: which checkpoints stay on disk after a save: (--save-retain-interval,
-            --save-keep-last, iterations that may be removed).
+            --save-keep-last, iterations that may be removed), see `retention.Keep`.
     """
 
     keep: Keep = None, None, ()
@@ -151,8 +151,8 @@ class Background:
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether `start` can save these tensors, on every rank.
 
-        This is so if the first checkpoint had each of these tensors, with the same number of bytes.
-        False before `learn`. Collective over the world.
+        This is so if `tensors` has each tensor that this rank wrote in the first checkpoint, with
+        as many bytes. False before `learn`. Collective over the world.
 
         Args:
             tensors: this rank's tensors by global name.
@@ -218,7 +218,8 @@ class Background:
         Args:
             wait: wait for the end.
         Returns: "" if the checkpoint is complete, a text with the problem if the save has failed,
-            or None while it goes on.
+            or None while it goes on. Between two saves it is the answer of the last one; None
+            before the first.
         """
         if self._job is None or self._answer is not None:
             return self._answer
@@ -296,7 +297,10 @@ class Background:
         return job["iteration"]
 
     def close(self) -> None:
-        """Wait for this rank's part of a save, and end the writer."""
+        """Wait until the current save has ended, if there is one, and end the writer.
+
+        A save that fails raises no error here.
+        """
         self.poll(wait=True)
         self._end_writer()
         if self._memory >= 0:

@@ -49,7 +49,7 @@ def folder_of(root: Path, iteration: int) -> Path:
 
 
 def iteration_of(folder: Path) -> int:
-    """Return the number in the name of a checkpoint's folder."""
+    """Return the iteration in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("iter_"))
 
 
@@ -119,12 +119,13 @@ def require(root: Path, iteration: int) -> None:
 def refuse_to_overwrite(root: Path, after: int) -> None:
     """Check that no checkpoint in `root` is of a later iteration than the one a run starts from.
 
-    The run would reach that iteration itself, and overwrite the checkpoint.
+    The run would reach that iteration itself, and overwrite the checkpoint. Checkpoints later than
+    the one that the pointer names do not count.
 
     Args:
         root: the folder of --save.
         after: the iteration from which the run starts.
-    Raises: CheckpointError with the later iterations, up to the pointer's.
+    Raises: CheckpointError that names them.
     """
     # Later iterations than the pointer's were never announced: a save was cut off before it, or a
     # user moved the pointer back to go on from there.
@@ -143,9 +144,10 @@ def begin(root: Path, iteration: int) -> Path:
     """Make a fresh temporary folder to write a checkpoint into, and return its path.
 
     Args:
-        root: the folder of --save.
+        root: the folder of --save, which is made if it does not exist.
         iteration: the checkpoint's iteration.
-    Raises: CheckpointError if another run saves in `root`, or if there is no room.
+    Raises: CheckpointError if another run saves there, if there is no room, or if a checkpoint of
+        this or a later iteration is there.
     """
     # It loads torch, which a writer's process does not need.
     from megapipe.checkpoint import lock
@@ -260,10 +262,10 @@ def point_to(root: Path, iteration: int) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Digest]:
-    """Return {name: digest} of a checkpoint's files.
+    """Return {name: digest} of a checkpoint's files, which `verify` compares.
 
-    Raises: Damaged if the manifest itself is damaged, CheckpointError if this version cannot read
-        it.
+    Raises: Damaged if the manifest is missing or wrong, or lacks safetensors files of the folder.
+        CheckpointError for a checkpoint of Megatron-LM or of a newer version.
     """
     path = folder / MANIFEST
     try:

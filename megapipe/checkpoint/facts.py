@@ -24,10 +24,10 @@ def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def loadable(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors to load: all except FP8 histories that the folder does not have.
+    """Return the tensors to load: all except FP8 histories that the folder lacks.
 
-    An FP8 history has the largest values of recent steps. The folder may lack it, after a run in
-    bf16, or have it in another length. The run then keeps its initial history.
+    An FP8 history has the largest absolute values (amax) of recent steps. The folder lacks it after
+    a run in bf16. A history of another length is left out, too. The run then keeps its initial one.
 
     Args:
         folder: the checkpoint.
@@ -51,7 +51,8 @@ def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> No
         folder: the checkpoint.
         needed: {key: text with full shape and dtype of the tensor}.
         with_optimizer: optimizer state is needed too.
-    Raises: CheckpointError if they differ. torch itself would convert a dtype, and skip a key.
+    Raises: CheckpointError if they differ, except for the dtype of optimizer state. torch itself
+        would convert any dtype, and skip a key.
     """
     there = _stored(folder)
     if with_optimizer and not any(key.startswith("optimizer.") for key in there):

@@ -1,8 +1,8 @@
 """One run per folder of checkpoints: a file names the run, and is touched while that run lives.
 
-It is no lock of the file system: over a network these are emulated, missing or forgotten. On the
-owner's machine the process table says whether the owner lives. On another machine the file's time
-says it, which a living owner changes every few seconds.
+It is no lock of the file system: over a network such locks are emulated, missing or forgotten. On
+the owner's machine the process table says whether the owner lives. Other machines look at the
+file's time: a living owner changes it every few seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def one_run(directory: str | None, mesh: ProcessMesh) -> Iterator[None]:
     Collective over the world. A line is printed if the folder is taken over from a dead run.
 
     Args:
-        directory: the folder of --save; None without the flag.
+        directory: the folder of --save; None without the flag, and then nothing is owned.
     Raises: CheckpointError on all ranks if another run has the folder.
     """
     locks: list[Lock] = []
@@ -197,6 +197,8 @@ def _in_turn(root: Path) -> Iterator[None]:
 def refuse_living(root: Path) -> None:
     """Check that no running process owns a folder. Raises: CheckpointError if one does.
 
+    If the owner is on another machine, this takes up to TIMEOUT_S seconds.
+
     Args:
         root: the folder of --save.
     """
@@ -267,7 +269,7 @@ def _lives(path: Path, owner: dict[str, Any], timeout_s: float) -> bool:
     """Return whether the process that owns a folder still runs.
 
     On this machine the process table says so. For another machine, wait up to `timeout_s` for the
-    owner to touch its file.
+    owner to touch its file. False if the file disappears meanwhile.
 
     Args:
         path: the file that the owner touches.

@@ -147,7 +147,7 @@ def _decides(name: str, config: Config) -> bool:
     """Return whether this run's optimizer reads a setting; only Muon reads `muon_momentum`.
 
     Args:
-        name: the setting's field in OptimizerConfig.
+        name: the setting's name; for one that is no field of OptimizerConfig the result is True.
     """
     read_by = note_of(OptimizerConfig, ReadBy).get(name)
     return read_by is None or not read_by.where(config)
@@ -193,9 +193,9 @@ def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dic
 
 
 def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str]:
-    """Return an error for settings that differ and that --override-on-load does not name.
+    """Return an error that lists all settings which differ and are not in --override-on-load.
 
-    A name in --override-on-load that is no setting gives an error, too.
+    Each name in --override-on-load that is no such setting gives an error of its own.
 
     Args:
         changed: {name of a setting: a text with both values}, from `changed_settings`.

@@ -34,13 +34,13 @@ STATE = "state.json"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedState:
-    """The state with which a run continues. With --finetune all counts are zero.
+    """The state with which a run continues. With --finetune all attributes have their defaults.
 
     Attributes:
         iteration: steps so far.
         consumed_train_samples: samples that were trained on.
         consumed_valid_samples: samples that evaluations have read.
-        state: the other state of the run, which `save_checkpoint` was given as `state`.
+        state: all that `save_checkpoint` was given as `state`, also the two counts of samples.
         schedule: the checkpoint's learning-rate curve under
             --use-checkpoint-opt_param-scheduler; None for the curve of this run's flags.
         other: a text for each setting that this run has changed, from `resume.changed_settings`.
@@ -56,6 +56,8 @@ class LoadedState:
 
 def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed: int = 0) -> None:
     """Check before training that a run can save, and remove leftovers of interrupted saves.
+
+    Collective over the mesh.
 
     Args:
         directory: the folder of --save.
@@ -85,12 +87,15 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
 
 
 def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
-    """Make the checks of `check_save` without a model, and without making a folder.
+    """Check, without a model and without writing, that a run overwrites no checkpoint in --save.
+
+    Without --save nothing is checked. `check_save` also checks room and rights.
 
     Args:
         config: the checkpoint flags.
         start: the checkpoint to load; None for none.
-    Raises: CheckpointError if the run could not save.
+    Raises: CheckpointError if --save has later checkpoints than the run starts from. With
+        --moe-use-upcycling any checkpoint there is an error.
     """
     if config.save is None:
         return
@@ -110,6 +115,8 @@ def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
 
 def refuse_load(folder: Path, config: Config, contents: Mapping[str, str]) -> None:
     """Check, without a model, that this run's settings can continue from a checkpoint.
+
+    A damaged checkpoint is no error if the run may take an older one, that is without --ckpt-step.
 
     Args:
         folder: the checkpoint.
@@ -150,7 +157,8 @@ def save_checkpoint(
             consumed_valid_samples.
         schedule: the learning-rate curve in use; default: the curve of the flags.
         background: the asynchronous saves of --async-save; the last one must be finished. The
-            first checkpoint of a run is written without it, before this function returns.
+            first checkpoint of a run is written without it, before this function returns. So is
+            one that does not fit the files of the first, see `Background.fits`.
     Returns: the checkpoint's folder; None if `background` is still writing it.
     Raises: CheckpointError on all ranks if any cannot write; earlier checkpoints are unchanged.
     """
@@ -198,12 +206,14 @@ def save_checkpoint(
 def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -> Path | None:
     """Return the folder that --load and --ckpt-step name; None to start from random weights.
 
+    It is None without --load, or if --load has no checkpoint. Collective if `mesh` is given.
+
     Args:
         config: the checkpoint flags.
         mesh: all ranks: the first looks for the others, and prints a line if there is no
             checkpoint. With None this process looks by itself and prints nothing.
-    Raises: CheckpointError if the pointer to the newest checkpoint is damaged, or with
-        --exit-on-missing-checkpoint if there is no checkpoint.
+    Raises: CheckpointError if the checkpoint of --ckpt-step is missing, or the pointer to the
+        newest checkpoint is damaged. Also if there is none, with --exit-on-missing-checkpoint.
     """
     if config.load is None:
         return None
@@ -248,8 +258,8 @@ def load_checkpoint(
         checked: whether the files have been compared with the manifest already.
         contents: {name: digest} of this run's data and tokenizer files, to be compared with the
             saved digests; None to compare nothing.
-    Raises: CheckpointError on all ranks for damage, another model or other learning-rate settings.
-        Nothing is changed then.
+    Raises: CheckpointError on all ranks for damage, another model, or other settings that no flag
+        allows. The stages and the optimizer are unchanged then.
     """
     from megapipe.checkpoint import facts, shards
 

@@ -53,6 +53,8 @@ def saved_provider(folder: Path) -> str | None:
 
     The value is quoted for a shell, to be shown and never imported. None if megapipe's own GPT was
     trained.
+
+    Raises: CheckpointError if state.json is missing, damaged or not as the manifest says.
     """
     try:
         name = _read(folder)["model"].get("model_provider")

@@ -1,7 +1,7 @@
 """A rank's part of a checkpoint: its tensors, and the safetensors files that it writes and reads.
 
-Tensors have global names and full shapes. A rank that has a part of one says so by a DTensor, and
-torch's distributed checkpoint writes the parts and reads any others.
+Tensors have global names and full shapes. A rank that has a part of a tensor gives it to torch as a
+DTensor. torch's distributed checkpoint writes the parts, and reads parts that are cut otherwise.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def fill(
     keys: Collection[str],
     mesh: ProcessMesh,
 ) -> None:
-    """Give the tensors with these keys their values, gathering one shard at a time. Collective.
+    """Allocate the tensors with these keys, and gather the shards into them. Collective.
+
+    A shard is a rank's part of a flat tensor under ZeRO. One full tensor is gathered at a time.
 
     Args:
         folder: the checkpoint, for errors.
@@ -181,9 +183,10 @@ def write(
 def read(
     folder: Path, tensors: dict[str, Tensor], shards: Sequence[SavedShard], mesh: ProcessMesh
 ) -> None:
-    """Read this rank's tensors from a checkpoint, in place, and of shards one at a time.
+    """Read this rank's tensors from a checkpoint, in place. Each rank reads alone.
 
-    `compare` must have found all these tensors in the folder. Each rank reads alone.
+    Of a tensor that data-parallel ranks shard, the full tensor is read, and the rank's part kept.
+    Such tensors are read one at a time. `facts.compare` must have found all tensors in the folder.
 
     Args:
         folder: the checkpoint.
@@ -273,7 +276,7 @@ def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
 
 
 def to_uses(stages: Sequence[nn.Module]) -> None:
-    """Copy each weight that was read to the other parameters of this rank that repeat it.
+    """Copy each weight that was read to the other parameters of this rank that are tied to it.
 
     `tensors_of` has one parameter for each key: the owner of a tied weight, or on a rank without
     the owner the last use.

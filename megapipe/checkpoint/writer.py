@@ -71,8 +71,8 @@ def write(job: Job, memory: int) -> list[int]:
     Args:
         job: the save.
         memory: file descriptor of the shared memory.
-    Returns: on the first rank, the iterations whose checkpoints were removed; else none.
-    Raises: Failed if another rank cannot write; OSError.
+    Returns: on the first rank, the iterations whose checkpoints were removed; [] on all others.
+    Raises: Failed if another rank cannot write its part, OSError if this one cannot.
     """
     folder = Path(job["folder"])
     for name, (offset, size) in job["files"].items():

@@ -29,8 +29,9 @@ class Back:
     Attributes:
         generation: the step to which the ranks went back; None if no step had the states of all.
         content: the rest of the state, as in a checkpoint's state.json.
-        lost: {rank whose memory was lost: the rank that sent the state back}, such as {3: 1}. With
-            `generation` None it is {rank whose state nobody has: None}.
+        lost: {rank whose memory was lost: the rank that sent the state back}, such as {3: 1}. Empty
+            if the number of ranks has changed. With `generation` None it is {rank whose state
+            nobody has: None}.
         reached: the most steps that any rank had trained before the ranks went back.
         world: the number of ranks when the generation was copied.
     """
@@ -231,7 +232,7 @@ class _Generation:
     ) -> None:
         """Send copies of states to the ranks that should keep them and do not have them any more.
 
-        After this every state is kept twice again.
+        After this each rank has all states of its clique again.
 
         Args:
             names: for each rank, the name of its own state.

@@ -42,10 +42,11 @@ class Clique:
 
 
 def equal_sets(config: Config, *, experts: bool) -> Sets:
-    """Return the sets of ranks with equal weights: ranks that differ in data parallelism only.
+    """Return the sets of ranks with equal weights: they differ in data or context parallelism only.
 
     Args:
-        experts: ranks of a set also have equal experts.
+        experts: whether ranks of a set also have equal experts. With False the weights outside
+            of experts are equal.
     """
     par = config.parallel
     if config.lacks_a_rank:

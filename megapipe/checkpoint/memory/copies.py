@@ -54,7 +54,8 @@ class Copies:
         clique: the ranks that keep this rank's state.
         sizes: bytes of the state of each rank, in the order of the clique's ranks.
         state: this rank's tensors.
-        every: copies are made after each step whose number is a multiple of this.
+        every: copies are made after the first step, and after each whose number is a multiple of
+            `every`.
         world: number of ranks.
         layout: a text that is equal for runs which may take each other's states.
 
@@ -108,7 +109,9 @@ class Copies:
     def begin(self, stage: int, *, always: bool = False) -> Callable[[], None]:
         """Begin to copy a stage, and return a function that waits for the end.
 
-        The state may change once `begin` has returned.
+        The state may change once `begin` has returned. The function of the last stage waits until
+        the whole clique has the copy. It returns at once for other stages and for steps without a
+        copy.
 
         Args:
             stage: the index of the stage among this rank's stages.
@@ -226,7 +229,7 @@ class Copies:
 
     @property
     def reached(self) -> int:
-        """The last step that this rank had trained before a restart; 0 if its memory was lost."""
+        """The last step that this rank has trained, also before a restart; 0 if it lost that."""
         return max(pair[0].reached for pair in self._slots.values())
 
     def load(self, generation: int, slot: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Find a rank's state in the states of a world with another number of data-parallel ranks.
 
-A checkpoint has whole tensors, which any layout reads. States in memory have shares of flat
-tensors: each rank along an axis has an equal part of one, whose end is padded. The parts of another
-number of ranks are other pieces of the same flat tensor.
+A checkpoint has whole tensors, which any layout reads. States in memory have parts of flat tensors:
+each data-parallel rank has an equal part, and the end of the tensor is padded. The parts of another
+number of ranks are other pieces of the same flat tensor. Below, a digit is an element that the rank
+of this number has, and a dot is padding.
 
     three ranks   [ 0 0 0 0 | 1 1 1 1 | 2 2 . . ]        two ranks   [ 0 0 0 0 0 | 1 1 1 1 1 ]
 """
@@ -30,8 +31,8 @@ class Kept:
 
     Attributes:
         tensor: the tensor on this rank: a shard, or the whole tensor.
-        filled: for a shard, number of elements of the whole flat tensor, without padding. None if
-            each data-parallel rank has the whole tensor.
+        filled: for a flat tensor, which data-parallel ranks may split: number of elements of the
+            whole, without padding. None for any other tensor, which each of them has whole.
         of_experts: whether the tensor belongs to experts, which fewer ranks share.
     """
 
