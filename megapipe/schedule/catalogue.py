@@ -144,8 +144,9 @@ def build(
         chunks: stages on each rank, where the schedule leaves a choice; None for its default.
         costs: a search minimises the time under these costs. Other schedules use these costs to put
             W (weight gradient) where a rank would wait. None keeps the papers' orders of passes.
-        memory: limit on a rank's activation, in the unit of the costs; None for no limit. A search
-            respects it. Any other schedule is refused if it holds more.
+        memory: limit on a rank's activation, in the unit of the costs. A search respects the limit,
+            any other schedule is refused if it holds more. None for no limit; a search then takes
+            the memory of 1F1B.
         options: further arguments of the generator, such as microbatch_group_size_per_vp_stage.
     Returns: a schedule that `verify` has passed.
     Raises: ScheduleError if there is no such schedule, if it does not exist for these numbers, or

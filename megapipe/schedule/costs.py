@@ -237,7 +237,7 @@ class Costs(FamilyCosts, CoreCosts):
         return Memory(self.by_stage("mem_b", placement), self.by_stage("mem_w", placement))
 
     def held_by_rank(self, placement: Placement) -> list[float]:
-        """Return the activation of one microbatch on all stages of each rank."""
+        """Return, for each rank, the activation of one microbatch on all its stages together."""
         held = [0.0] * placement.num_ranks
         for rank, size in zip(placement.rank_of, self.memory(placement).b, strict=True):
             held[rank] += size

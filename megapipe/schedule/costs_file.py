@@ -46,7 +46,8 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
     Args:
         given: the parsed JSON.
         path: the file, for errors.
-    Raises: ScheduleError for a field that costs do not have, or for a wrong value.
+    Raises: ScheduleError for a field that costs do not have, for a wrong value, or if f, b and w
+        are all 0.
     """
     if not isinstance(given, dict):
         raise ScheduleError(

@@ -50,8 +50,8 @@ class CostModel(Protocol):
     """The costs and memory limits under which a table is made.
 
     `costs` returns times and memory of a table's stages. `room` returns the memory limits of its
-    ranks, or None for no limits.
-    Both depend on the table: a plan computes them from the layers that it puts on the stages.
+    ranks, or None for no limits. Both depend on the table: a plan computes costs and limits from
+    the layers that it puts on the stages.
     `FixedCosts` returns the same values for every table.
     """
 
@@ -70,6 +70,9 @@ class CostModel(Protocol):
 @dataclass(frozen=True)
 class FixedCosts:
     """Costs and memory limits that are the same for every table.
+
+    Memory that a pass needs only while it runs (`Costs.mem_p`) is subtracted from the limits in
+    `room`. So it is 0 in the result of `costs`.
 
     Attributes:
         price: the costs of any table.
@@ -175,7 +178,7 @@ def placements(
         placement: "loop", "v", or None for both.
         chunks: stages on each rank; None for 1, 2 and 4 in a loop.
         costs: if they have tuples with a value for each stage, only placements with as many stages
-            are returned.
+            are returned, if there is any.
         objective: only checked: "makespan" or "period".
     Raises: ScheduleError if arguments contradict each other.
     """

@@ -1,8 +1,8 @@
 """The papers' schedules by name, all but the searched ones, and how an entry becomes a table.
 
 Bubbles and memory stand in the paper's symbols: p ranks, m microbatches, v chunks on each rank, n
-slices. F, B and W are times of a device share, F&B the time of an overlapped pair. Memory counts
-the activations of one microbatch in one device share.
+slices. F, B and W are times of a device share, 1/p of the model; F&B is the time of an overlapped
+pair. The unit of memory is the activation of one microbatch in one device share.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MOST_CELLS, MOST_STAGES = 4_000_000, 10_000
 
 @dataclass(frozen=True)
 class Entry:
-    """The description of one built-in schedule.
+    """The description of one schedule, built-in or a user's function.
 
     `grouped`, `sliced` and `any_chunks` say whether a user may choose the size of groups of
     microbatches, the number of slices, and the number of chunks.
@@ -313,7 +313,8 @@ def make(
         chunks: stages on each rank; None for the entry's default.
         costs: costs for a search, or for putting W where a rank would wait; None for the paper's
             table.
-        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
+        memory: limit on a rank's activation, in the unit of the costs. None for no limit, or for a
+            search the memory of 1F1B.
         options: further arguments of the generator.
     Raises: ScheduleError if there is no table for these numbers, or if it cannot run.
     """

@@ -2,10 +2,10 @@
 
     order -> slices -> pairs -> depths and vocabulary -> offload and sharding -> step -> replicas
 
-Pairs come before the other parts because they consist of F, B, W and BW. A pair may also have the
-pass of a depth of multi-token prediction, so with depths the pairs come after these. Offload and
-sharding are chosen together, because both use the same memory. G, U, A and V go around everything;
-P comes last.
+Pairs come before the later parts because they consist of F, B, W and BW. A pair may also have the
+pass of a depth of multi-token prediction, so with depths the pairs come after the depths. Offload
+and sharding are chosen together, because both use the same memory. "step" adds G, U, A and V at the
+ends of the rows, "replicas" adds P.
 
 Flags, commands, searches, growing batches and rescheduling make recipes. Nothing else calls a
 transform.
@@ -91,7 +91,7 @@ class Recipe:
             chooses new ones.
         depths: the rank of each module of multi-token prediction.
         vocabulary: each rank holds an equal share of the rows of embedding and head.
-        offload, sharding, step: the settings of these families; None for none of their passes.
+        offload, sharding, step: the settings of these families; None or NO_STEP adds no passes.
         replicas: each stage's state is copied to a peer once a step.
         lenient: if nothing fits the memory limit, make the table that needs least. The caller then
             reports it.
@@ -138,7 +138,7 @@ class Recipe:
                 yield why.format(flags.get(first, first), flags.get(second, second))
 
     def build(self, terms: CostModel) -> Built:
-        """Return the table without `step` and `replicas`, whose passes `around` adds.
+        """Return the table of all fields but `step` and `replicas`; `around` adds their passes.
 
         Raises: Refused, which names the field, or ScheduleError for the order itself.
         """
@@ -167,8 +167,8 @@ class Recipe:
     def chain(self, terms: CostModel) -> Schedule:
         """Return the table that `order` names, of the main model's forwards and backwards alone.
 
-        Its overlapped pairs of passes are the order's own, if any. A plan splits the layers by this
-        table, and chooses other pairs under the costs of that split.
+        It keeps the order's own overlapped pairs of passes, unless `pairs` is False. A plan splits
+        the layers by this table, and chooses other pairs under the costs of that split.
         """
         table = self._ordered(terms)
         return unpaired(table) if self.pairs is False else table
@@ -194,7 +194,7 @@ class Recipe:
             return with_depths(chain, self.depths, costs, shared=shared)
 
     def finish(self, table: Schedule, terms: CostModel, chain: Schedule | None = None) -> Built:
-        """Return the table with offload, sharding, and pairs if it has multi-token prediction.
+        """Return the finished table: with offload, sharding, and pairs if there are `depths`.
 
         Args:
             table: the table that `with_ends` returned.

@@ -1,6 +1,7 @@
 """A recipe as one line: the words after `megapipe schedules show` that make the same table.
 
-The line says how the table is made. It has no costs and no memory: these are in a costs file.
+The line says how the table is made. It has neither costs nor a memory limit: `show` takes them from
+its flags --costs and --memory.
 """
 
 from __future__ import annotations

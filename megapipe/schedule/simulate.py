@@ -280,7 +280,7 @@ class _Wires(NamedTuple):
         needs: needs[kind][stage] lists the results of the same microbatch that a pass waits for.
         makes: makes[kind][stage] lists the results of a pass: (dict to which the clock adds the
             time when it is there, the rank that may wait for it).
-        others: {pass: (pass of another microbatch that it waits for, time of the message)}.
+        others: {pass: [(pass of another microbatch that it waits for, time of the message)]}.
         waiters: {pass in a value of `others`: the ranks that may wait for it}.
     """
 

@@ -1,14 +1,13 @@
-"""Schedules as files: JSON, which has everything, and CSV, one row per rank and one cell per step.
+"""Tables of one training step as files: JSON has all of a table, CSV one row per rank of its steps.
 
     {"name": "1f1b", "pp": 1, "microbatches": 1, "rank_of": [0], "chain": 1,
      "ranks": [[["0F0"], ["0BW0"]]]}
 
-With costs `to_json` also writes them, the makespan and the start of each step, so that another
-clock can check this one. A reader of the table ignores these.
-
-CSV has two dialects, recognised by their letters. F, B, W, BW is ours; F, I, W, B are the same
-passes in torch.distributed.pipelining. In both an overlapped pair is (0F3;0BW1)OVERLAP_F_B, and
-empty cells are skipped. Every table that is read is verified.
+Given costs, `to_json` also writes the costs, the makespan and the start of each step, so that
+another clock can check this one. A reader of the table ignores these. CSV has two dialects,
+recognised by their letters. F, B, W, BW is ours; F, I, W, B are the same passes in
+torch.distributed.pipelining. In both an overlapped pair is (0F3;0BW1)OVERLAP_F_B, and empty cells
+are skipped. Every table that is read is verified.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def _lines(rows: Iterable[object]) -> str:
 
 
 def from_json(text: str, source: str = "schedule.json") -> Schedule:
-    """Read a table from `to_json`'s text and verify it. `source` names the text in errors."""
+    """Return the verified table of a `to_json` text; `source` names the text in ScheduleErrors."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -163,6 +162,7 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
         "or the table without the shares.": torch and schedule.placement.vocabulary,
         "says in which order ranks share a stream, which CSV cannot. Write JSON.": schedule.shared,
         "says where documents begin, which CSV cannot. Write JSON.": schedule.documents,
+        "has multi-token prediction, which CSV cannot. Write JSON.": schedule.placement.depths,
     }
     for reason, there in cannot.items():
         if there:

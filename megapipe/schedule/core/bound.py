@@ -59,7 +59,7 @@ def lower_bound(
     Args:
         memory: limit of all ranks, or one for each, in the unit of the costs.
         objective: "makespan" or "period" (longest time from a rank's first start to its last end).
-        overheads: how often F, B, W pay costs.overhead. SPLIT if no backward is fused, else WHOLE.
+        overheads: how often F, B, W pay costs.overhead: SPLIT, WHOLE (some BW), PAIRED (pairs too).
     Returns: a time in the unit of the costs.
     """
     ranks = placement.num_ranks
@@ -83,7 +83,7 @@ def lower_bound(
     turn = down[-1]
 
     def at_rest(rank: int) -> tuple[float, float]:
-        """Return a rank's least (time to the end of its last B, time to its last end), alone."""
+        """Return a rank's least time from its first F to (the end of its last B, its last end)."""
         stages = placement.stages_on(rank)
         limit = limits[rank] * (1 + 1e-9)
         first = stages[0]

@@ -43,8 +43,8 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
     Args:
         candidates: tables with split backwards and one placement that hold at most `memory`.
         costs: the costs under which the makespan is simulated.
-        memory: limit on the activations of a rank, as a number of microbatches. `costs.mem_b` and
-            `costs.mem_w` are ignored.
+        memory: limit on the activations of a rank. The unit is one microbatch in 1/p of the model,
+            on p ranks. `costs.mem_b` and `costs.mem_w` are ignored.
     """
     place = candidates[0].placement
     m = candidates[0].num_microbatches
@@ -73,8 +73,8 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
 def refilled(of: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS) -> Iterator[Filled]:
     """Yield, for each overrun, (each rank's order with all W inserted anew, end of every pass).
 
-    F and B keep their order, unless the memory limit requires a B to come sooner. Nothing is
-    yielded if no order fits the limit.
+    F and B keep their order, unless the memory limit requires a B to come sooner. An overrun whose
+    order deadlocks or exceeds the limit is left out.
 
     Args:
         of: the placement with its costs and memory limits.

@@ -1,7 +1,8 @@
 """The joint table of data-parallel replicas: one table with the ranks and microbatches of all.
 
-Every microbatch of the joint table runs through a chain of its own. Its stages are on the ranks of
-its replica, and where that has lost a rank, on a peer: the same pipeline rank of another replica.
+Every microbatch of the joint table runs through a chain of stages of its own. The stages are on the
+ranks of the microbatch's replica. If the replica has lost a rank, the stages of that rank are on a
+peer: the same pipeline rank of another replica.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Joint:
     """The joint table of data-parallel replicas, one of them perhaps without one of its ranks.
 
     Each replica runs the table of one pipeline. The joint table has the ranks and microbatches of
-    all replicas: with 2 replicas of 4 ranks, rank 1 of replica 1 is its rank 5. If a rank fails,
-    the same pipeline rank of the other replicas (its peers) runs the lost passes in addition to its
-    own.
+    all replicas: with 2 replicas of 4 ranks, rank 1 of replica 1 is rank 5 of the joint table. If a
+    rank is lost, its peers run its passes in addition to their own. The peers are the same pipeline
+    rank of the other replicas.
 
     `rank` and `microbatch` return numbers in the joint table. `peer` returns the replica that takes
     over a microbatch. `placement` and `queues` return the stages and the steps of the joint table.
@@ -37,9 +38,9 @@ class Joint:
         table: the table of one replica.
         replicas: number of replicas.
         lost: (replica, pipeline rank) of the lost rank; None if all are there.
-        positions: for each microbatch of `table` its place in the order in which they begin. If
-            given, peers run the lost passes in blocks, one peer after another: each stops its own
-            pipeline between two microbatches, and has the memory of a whole rank for its block.
+        positions: for each microbatch of `table` its place in the order in which microbatches
+            begin. If given, peers run the lost passes in blocks, one peer after another. Each peer
+            stops its own pipeline between two microbatches, and has all its memory for its block.
     """
 
     table: Schedule
@@ -205,8 +206,8 @@ def joint_costs(costs: Costs, table: Schedule) -> Costs:
     """Return the costs of a table for use with its joint table.
 
     A cost that is one number is for 1/p of the model on p ranks. The joint table has more ranks, so
-    the number becomes a tuple with a value for each stage. A message between two replicas takes as
-    long as the slowest message within one.
+    the number becomes a tuple with a value for each stage. Every message takes as long as the
+    slowest one of `costs`, also a message between two replicas.
 
     Args:
         table: the table of one replica.
@@ -223,7 +224,7 @@ def joint_costs(costs: Costs, table: Schedule) -> Costs:
 
 
 def positions_of(table: Schedule, costs: Costs) -> tuple[int, ...]:
-    """Return the place of each microbatch in the order in which they begin."""
+    """Return each microbatch's place in the order in which microbatches begin under `costs`."""
     first: dict[int, float] = {}
     for item, start in simulate(table, costs).start.items():
         first[item.microbatch] = min(start, first.get(item.microbatch, inf))

@@ -1,8 +1,8 @@
 """Add passes to the rows of a table: of a shared vocabulary and of multi-token prediction.
 
 The table is simulated. Each rank first runs the added passes that are due, then continues its row.
-The order within the row stays. So the table of a paper remains itself, and passes that it does not
-have take their places from the clock.
+The forwards of the row keep their order, and so do its other passes. So a paper's table keeps its
+pattern, and the added passes stand where the simulation has time for them.
 """
 
 from __future__ import annotations

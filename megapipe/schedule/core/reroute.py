@@ -4,9 +4,10 @@ A rank of a pipeline is lost, and its peers in the other replicas have the same 
 passes too, where they have time for them, and no other rank runs other passes (ReCycle, Gandhi et
 al. 2024). The result is a table as any other: it is verified, timed and drawn.
 
-With time alone, a peer runs both pipelines at once. It then holds activations of both, and has to
-stop one of them where memory is short. Blocks are for this case: a peer ends its own microbatches
-first, and each peer has another part of the step for the lost rank's.
+If passes are ordered by time alone, a peer runs its own and the lost rank's pipeline at once. The
+peer then holds activations of both, and has to stop one of them where memory is short. Blocks are
+for this case: a peer runs its part of the lost rank's microbatches in one block, between two of its
+own microbatches. Each peer has its block in another part of the step.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def reroute(
         lost: (replica, pipeline rank) of the lost rank.
         costs: the costs of `table`.
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
-    Raises: ScheduleError if no peer has the stages, or if a peer would hold too much. Also if the
-        table has other passes than F, B, W and BW.
+    Raises: ScheduleError if there is no such rank, if it has no peer, or if a peer would hold too
+        much. Also if the table has other passes than F, B, W and BW, or several steps.
     """
     broken, gone = lost
     name = f"rank {gone} of replica {broken}"

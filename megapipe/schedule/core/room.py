@@ -17,14 +17,14 @@ from megapipe.schedule.simulate import run_clock
 class Room:
     """The memory that the steps of queues hold, and what a rank has room for.
 
-    The first queue of a rank has its own steps, a second one the lost rank's. `fits` says whether
-    the next step of a queue may start.
+    The first queue of a rank has the rank's own steps, a second one steps of a lost rank. `fits`
+    returns whether the next step of a queue may start. Memory is in the unit of the costs.
 
     Attributes:
         limit: the most that a rank may hold.
-        after: for each queue and number of its steps, what they hold once they are over.
-        during: for each queue and step, the most that they hold while it runs.
-        most: for each queue and number of its steps, the most that they hold from then on.
+        after: after[queue][n] is the memory that the queue holds when its first n steps are over.
+        during: during[queue][i] is the most that the queue holds while its step i runs.
+        most: most[queue][n] is the most that the queue holds from the start of its step n on.
         other: for each queue the other one of its rank; None if there is none.
     """
 
@@ -73,7 +73,7 @@ class Room:
 
     @property
     def least(self) -> float:
-        """Return the least limit: the most that one queue holds while the other waits."""
+        """Return the least limit that suffices: the most that any queue holds by itself."""
         return max(row[0] for row in self.most)
 
     def fits(self, queue: int, at: Sequence[int]) -> bool:

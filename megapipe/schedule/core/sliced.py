@@ -1,8 +1,8 @@
 """Schedules that cut microbatches into slices along the sequence: TeraPipe, Seq1F1B, SlimPipe.
 
-Each is a schedule of whole microbatches with a slice in the place of a microbatch. A slice follows
-the slice before it on the same stage, whose keys and values it attends to. Backwards are in
-reverse.
+Each is a schedule of whole microbatches with a slice in the place of a microbatch. On each stage a
+slice runs after the earlier slices of its microbatch, and attends to their keys and values.
+Backwards run in reverse order.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class Prices(Protocol):
 
 
 class Times(Protocol):
-    """The part of a finished simulation that a family uses: when each pass starts and ends.
+    """The part of a finished simulation that a family uses: when each step starts and ends.
 
-    `start[rank][i]` is of the i-th pass of that rank in the table, in the time unit of the costs.
+    `start[rank][i]` is the start of step i in that rank's row, in the time unit of the costs.
     """
 
     @property
@@ -97,7 +97,7 @@ class Family:
         whole: yields further changes of a rank's memory as (time, size, index of the step in its
             row). The function also takes the costs, the times of each step, and the rank.
         evaluated: returns {pass: the pass that replaces it in an evaluation}. None as replacement
-            leaves the pass out.
+            leaves the pass out. Any other pass stays if its kind's `traits.evaluates` is set.
         of_slice: returns {cost field: value for one slice}. The function takes {cost field: value
             for a microbatch} and the length of the slice, a fraction of the sequence. The third
             argument is the length of the document that ends with the slice, also a fraction; 0 if

@@ -30,7 +30,7 @@ def interleaved(
         chunks: stages on each rank, v.
         microbatch_group_size_per_vp_stage: microbatches that pass a chunk before the next chunk
             begins; None for p. If it does not divide the microbatches, a remainder of at least p is
-            a group of its own. A smaller one is spread over the other groups.
+            a group of its own. A smaller remainder is spread over the other groups.
     Raises: ScheduleError for no chunk, or a group below p.
     """
     groups = _groups("interleaved", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage)
@@ -65,7 +65,7 @@ def group_interleaved(
     Args:
         chunks: stages on each rank, v.
         microbatch_group_size_per_vp_stage: group size g from p/2 to p; None for p/2 rounded up. If
-            g does not divide the microbatches, some groups are larger.
+            g does not divide the microbatches, groups are nearly equal and of at least p/2.
     Raises: ScheduleError for another group size.
     """
     least = (ranks + 1) // 2

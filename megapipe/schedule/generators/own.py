@@ -90,7 +90,7 @@ def own_schedule(
 def _number_problems(
     made: Schedule, ranks: int, microbatches: int, chunks: int | None
 ) -> Iterator[str]:
-    """Yield a sentence for each wrong number of stages, ranks or microbatches in a schedule.
+    """Yield a sentence for each wrong number of stages, depths, ranks or microbatches.
 
     Args:
         made: the schedule that the user's function returned.

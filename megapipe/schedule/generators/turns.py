@@ -32,7 +32,8 @@ def in_turns(
         groups: sizes of the groups of microbatches. A group goes through a rank's first chunk, then
             through its next one.
         chunks: stages on each rank.
-        ahead: number of forwards on the last rank before its first backward.
+        ahead: number of warm-up forwards on the last rank. After the warm-up of a rank come one
+            more forward, if any is left, and the first backward.
         slope: number of warm-up forwards that each rank has more than the next rank. Rank r of p
             has ahead + slope * (p-1-r) of them.
         lag: splits the backward into B and W. After a B, rank r runs its oldest W if more than lag

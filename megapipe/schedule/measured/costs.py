@@ -105,7 +105,8 @@ def measured_costs(
     The overhead is the time between two passes if the second waits for no other rank. A link's
     latency is the least time in a step from the end of a pass to the start of its receiver. The
     mean of both directions cancels the difference of the hosts' clocks. A pass that ran only in
-    overlapped pairs counts as half of a pair.
+    overlapped pairs counts as half of a pair. `Costs.fb` is the median time of a pair, None without
+    pairs. Times of U and V are not measured, and stay as in `counted`.
 
     Args:
         steps: [step][pipeline rank] measured passes.
@@ -177,7 +178,7 @@ def measured_costs(
 def _of_families(
     took: Mapping[_At, list[float]], place: Placement, counted: Costs, seconds: float
 ) -> dict[str, Any]:
-    """Return {field of `Costs`: seconds} for the kinds of pass other than F, B, W and BW.
+    """Return {field of `Costs`: seconds} for collectives, copies, and a shared vocabulary's passes.
 
     Args:
         took: {(kind, position of the stage in the model): measured seconds}.

@@ -20,7 +20,7 @@ def merge(
     Args:
         pipeline: the traces of the pipeline's ranks.
         schedule: the table that they ran.
-        predicted: the timeline simulated with the measured costs.
+        predicted: the timeline simulated with the measured costs, in milliseconds.
     """
     for trace in pipeline:
         yield from _process(trace.rank, f"rank {trace.rank}", trace.rank)

@@ -1,7 +1,7 @@
 """Find slow stages and links: slower than peers with equal work, or than their own past.
 
-It is a pure function of measured steps. A stage or link that is slow in two samples in a row is
-reported once.
+The result depends on nothing but measured steps. A stage or link that is slow in two samples in a
+row is reported once. If it costs less than WORTH of a step, it does not count as slow.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _Key = tuple[str, int, int]
 class History:
     """The measurements so far from which slow stages and links are found.
 
-    A sample has the measured passes of one replica. `after` takes one more sample of each replica,
+    A sample has the measured costs of one replica. `after` takes one more sample of each replica,
     and returns a new history and the slow stages and links.
 
     Attributes:
@@ -83,8 +83,8 @@ class History:
             samples: one for each replica.
             schedule: the table that all of them ran.
             counted: the plan's costs, which say which stages have equal work.
-        Returns: (the new history, slow stages and links to report now, all that are slow in this
-            sample).
+        Returns: (the new history, stages and links to report now as slow or as slow no longer, all
+            that are slow in this sample).
         """
         slow = [
             *_slow_stages(self.least, samples, schedule, counted),
@@ -163,7 +163,7 @@ def _stage_name(sample: Sample, at: int, schedule: Schedule) -> str:
 def _slow_stages(
     least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule, counted: Costs
 ) -> Iterator[Slow]:
-    """Yield stages slower than peers with equal work.
+    """Yield stages that take at least SLOWER times as long as peers with equal work.
 
     A stage without peers is compared with its own past, corrected for a slow-down of all others.
 
@@ -214,7 +214,9 @@ def _slow_stages(
 def _late_links(
     least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule
 ) -> Iterator[Slow]:
-    """Yield links slower than the median link. A single link is compared with its own past.
+    """Yield links that take twice as long as the median link, and LATER_S seconds longer.
+
+    A single link is compared with its own past.
 
     Args:
         least: the least seconds of each link so far, as in `History`.

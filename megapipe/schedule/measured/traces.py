@@ -93,7 +93,10 @@ class RankSummary:
 
 
 def read(path: Path) -> RankTrace:
-    """Read rank-N.json or rank-N.json.gz as torch's profiler wrote it. Raises: DataError."""
+    """Read rank-N.json or rank-N.json.gz as torch's profiler wrote it.
+
+    Raises: DataError for a file of another name or content.
+    """
     number = re.match(r"rank-(\d+)\.json(\.gz)?$", path.name)
     if number is None:
         raise DataError(
@@ -317,7 +320,7 @@ def summarise(ranks: Sequence[RankTrace], predicted: Timeline) -> list[RankSumma
 
     Args:
         ranks: the traces of the pipeline, in rank order.
-        predicted: the timeline simulated with the measured costs.
+        predicted: the timeline simulated with the measured costs, in milliseconds.
     """
     rows = []
     # Ranks may have stopped profiling at different steps. zip ends with the shortest.
@@ -343,7 +346,7 @@ def summarise(ranks: Sequence[RankTrace], predicted: Timeline) -> list[RankSumma
 
 
 def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
-    """Return the table that the ranks ran, and its timeline under the measured costs.
+    """Return the table that the ranks ran, and its timeline in milliseconds by measured costs.
 
     Messages take no time.
 

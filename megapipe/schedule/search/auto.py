@@ -116,8 +116,8 @@ def _distance(took: float, bound: float) -> float:
 def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
     """Return the best schedule that `search` finds, of backwards that are split or whole.
 
-    If the search has the time, it starts from each built-in schedule with one copy of the model
-    that fits in this placement and memory.
+    If the search has the time, it also tries each built-in schedule with one copy of the model that
+    fits in this placement and memory.
 
     Args:
         arguments: keyword arguments of `search`, such as placement, chunks, costs and memory.

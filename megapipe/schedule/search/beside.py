@@ -1,7 +1,7 @@
 """A search during a run, in a process of its own: a better table for the same placement.
 
-It is pure Python, so that the process starts at once and needs no torch. Input and output are JSON
-in files, because a full pipe without a reader would stop it. It ends with its caller's process.
+The search needs no torch, so the process starts at once. Input and output are JSON in files,
+because a full pipe without a reader would stop the search. It ends with its caller's process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Better(NamedTuple):
 
     Attributes:
         table: the best table as JSON.
-        before, after: makespan of the old table and of the best one.
+        before, after: makespan of the old table and of the best one, in the unit of the costs.
     """
 
     table: str

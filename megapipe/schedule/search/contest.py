@@ -105,7 +105,7 @@ def contest(
     progress: Callable[[float], None],
     known: FoundSchedule | None = None,
 ) -> Entrant:
-    """Return the best schedule: many are annealed for a short time, and the best of them longer.
+    """Return the entrant with the best schedule: many are annealed shortly, the best ones longer.
 
     Args:
         problems: the problem of each placement to try.
@@ -210,7 +210,8 @@ def _unrolled(full: Problem, seconds: float, of: Spending) -> list[FoundSchedule
 def _starts(full: Problem, seconds: float, of: Spending) -> list[FoundSchedule]:
     """Return schedules with which to begin: building blocks, repeated for all microbatches.
 
-    For many microbatches, a search with few microbatches gives them: the middle of each result is
+    For a loop with several chunks there are also interleaved orders with random groups. For many
+    microbatches, a search with few microbatches gives the schedules: the middle of its result is
     repeated.
 
     Args:

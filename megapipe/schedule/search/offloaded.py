@@ -27,8 +27,9 @@ def searched(
 ) -> Iterator[Schedule]:
     """Yield tables that fit the memory limit once most activations are offloaded or recomputed.
 
-    Each of six searches assumes that a fraction of the activations (mem_b), such as 5%, stays on
-    the device. All memory of a pending W (mem_w) counts, because it is never offloaded.
+    There are six searches. Most assume that a fraction of the activations (mem_b), such as 5%,
+    stays on the device. The others assume 2 and 4 times the memory. All memory of a pending W
+    (mem_w) counts, because it is never offloaded.
 
     Args:
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.

@@ -27,9 +27,9 @@ OVERRUNS: tuple[float, ...] = (0.0, 0.3, 0.6, 1.0)
 def patterns(problem: Problem) -> list[tuple[FoundSchedule, str]]:
     """Return (schedule, its name) for built-in schedules that fit placement and memory.
 
-    `problem` has the placement, costs and memory limits. The schedules come in two versions: with
-    their own order of W (weight gradient), and with W put where ranks would wait. The best is
-    first. The schedule that runs one microbatch at a time has the name "".
+    `problem` has the placement, costs and memory limits. Each comes in several versions: with its
+    own order of W (weight gradient), and with W put where ranks would wait. The best is first. The
+    schedule that runs one microbatch at a time has the name "".
     """
     place = problem.placement
     found = []
@@ -62,7 +62,7 @@ def pattern(problem: Problem, name: str) -> list[FoundSchedule]:
 def _fitted(problem: Problem, schedule: Schedule) -> list[FoundSchedule]:
     """Return the versions of a schedule that fit the memory.
 
-    One has the schedule's own order of W; in the other, W runs where ranks would wait.
+    One has the schedule's own order of W; in the others, W runs where ranks would wait.
     """
     orders = encode(problem, schedule)
     found = None
@@ -81,7 +81,7 @@ class Rhythm:
     Attributes:
         waits: for each leg, how long its pass on one rank waits after its pass on the rank before.
         turns: for each leg, how long the next leg waits after its last pass.
-        period: time between two microbatches, as a multiple of a rank's work for one.
+        period: time between two microbatches, as a multiple of the busiest rank's work for one.
         groups: (for forwards, for backwards) how many microbatches go through one chunk before the
             next chunk begins. 1 lets each microbatch go through all chunks directly.
         overrun: a W may extend beyond the wait in which it starts by this fraction of its own time.
@@ -306,7 +306,7 @@ def _dealt(
     Args:
         problem: placement, costs, memory limits and objective.
         forward, backward: sizes of the groups of microbatches, in order.
-        deeper: number of warm-up forwards that each rank has more than in 1F1B.
+        deeper: number of warm-up forwards that each rank has more than in `interleaved_zb`.
     """
     place = problem.placement
     m = problem.microbatches

@@ -27,8 +27,9 @@ def with_depths(
 ) -> Schedule:
     """Return the table of one step with modules of multi-token prediction (depths) after the loss.
 
-    The second copy of the model in DualPipe has its depths on the mirrored ranks. With d depths,
-    the memory limit of a rank grows by d + 1 microbatches of each of its stages.
+    The second copy of the model in DualPipe has its depths on the mirrored ranks. Each of the
+    rank's stages may hold d + 1 microbatches more than without the d depths, and d + 2 more with a
+    shared vocabulary. Without `ranks` the table is returned unchanged.
 
     Args:
         ranks: the rank of each depth, from depth 1.

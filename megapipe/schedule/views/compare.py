@@ -57,8 +57,8 @@ class Row:
         parameters: most parameters of any rank, in units of 1/p of the model on p ranks.
         sent: largest number of tensors that a rank sends.
         fits: the peak is within the memory limit.
-        divided: stages over which costs of another number of stages were divided or merged; 0 if
-            the costs name the schedule's own stages, or none.
+        divided: number of the schedule's stages, if the costs name another number and were divided
+            or merged for it; else 0.
     """
 
     label: str
@@ -108,9 +108,9 @@ def compare(
 
     A schedule that does not exist for these numbers has a `Refusal` that says why.
 
-    1f1b always has a row, because others are compared with it. A schedule above the memory limit
-    has a row with `fits` False. zb-auto, a search, keeps to the limit, or without one to the
-    activations of `ranks` microbatches.
+    1f1b is always among them, because others are compared with it. A schedule above the memory
+    limit has a row with `fits` False. zb-auto, a search, keeps to the limit, or without one to the
+    memory of 1F1B.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
@@ -120,8 +120,8 @@ def compare(
             makespan, and for the shortest period, a step's time without a barrier.
         progress: called with the fraction of the work done, 0 to 1, and the name of the next
             schedule.
-        slices: how to cut microbatches into slices. Adds a row with slices for every schedule
-            but zb-auto; None for no such rows.
+        slices: how to cut microbatches into slices. Adds a row with slices for every schedule in
+            `names` that is a name or file, but not for zb-auto. None for no such rows.
         parts: settings such as offload and sharding, which every schedule gets; None for none. The
             order of passes in this `Recipe` is ignored.
     Raises: ScheduleError for an unknown name.
@@ -204,9 +204,9 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
     """Return sentences on which schedule to take and why, or that none helps.
 
     Args:
-        rows: the result of `compare`. Schedules are compared with 1f1b. If there is no row of 1f1b,
-            as with costs for two stages per rank, they are compared with the first schedule within
-            the memory.
+        rows: the rows of `compare`, without a `Refusal`. Schedules are compared with 1f1b. If there
+            is no row of 1f1b, as with costs for two stages per rank, they are compared with the
+            first schedule within the memory.
     """
     if not rows:
         return ["No schedule takes these numbers; the reasons are above."]
@@ -339,7 +339,7 @@ def _uneven(best: Row) -> list[str]:
     """Return [a sentence] if one rank has too much work for any order of passes to help; else [].
 
     Args:
-        best: the row with the shortest makespan.
+        best: the row of the schedule that is advised.
     """
     mean = best.makespan * (1 - best.idle)
     # A step ends after the busiest rank's own work, in whatever order it runs.
@@ -358,12 +358,13 @@ def _pairs(
     """Return [a sentence] on how fast DualPipeV's pairs must be to equal the best schedule.
 
     An overlapped pair runs a forward and a backward together. The sentence gives the longest
-    sufficient time of a pair, in percent of both passes in sequence. The list is empty if the
-    costs already give the time of a pair, or if 60 % is still too long.
+    sufficient time of a pair, in percent of both passes in sequence. The list is empty if DualPipeV
+    has no row or is the faster one, or if 60 % is still too long. Also for costs by stage, and
+    costs that give communication or the time of a pair.
 
     Args:
         rows: the rows of the comparison.
-        best: the row with the shortest makespan.
+        best: the row of the schedule that is advised.
     """
     paired = [name for name, entry in SCHEDULES.items() if entry.pairs and entry.copies == 1]
     row = next((row for row in rows if row.label in paired and row.fits), None)

@@ -23,8 +23,8 @@ def over_stages(costs: Costs, stages: int) -> Costs:
     """Return costs that name each stage, for a model that is cut in another number of stages.
 
     A stage is divided in equal parts, or neighbours are merged. The sums over the model stay the
-    same. Costs are returned unchanged if one number of stages does not divide the other, or if
-    some of them belong to one stage alone.
+    same, but for memory that each part needs whole. Costs are returned unchanged if one number of
+    stages does not divide the other, or if some of the costs cannot be divided (see _KEPT).
 
     Args:
         stages: the number of stages of one copy of the model.
@@ -62,7 +62,7 @@ def in_units(costs: Costs, memory: float | None) -> tuple[Costs, float | None, l
     """Return costs with smaller numbers, and lines that say the units.
 
     `megapipe plan --save-costs` writes FLOPs and bytes, and a rehearsal seconds and bytes. Other
-    costs are returned unchanged.
+    costs are returned unchanged, without lines.
 
     Args:
         memory: a limit in the unit of the costs; None for none.

@@ -237,7 +237,10 @@ def _axis(time: Timeline, scale: float, plot: int, y: int) -> Iterator[str]:
 
 
 def _tick(least: float) -> float:
-    """Return the step between ticks: the first of 1, 2, 5, 10, 20, ... that is at least `least`."""
+    """Return the step between ticks: the first of ..., 0.5, 1, 2, 5, 10, ... not below `least`.
+
+    The step is 0 if `least` is not above 0.
+    """
     if least <= 0:
         return 0.0
     power = 1.0

@@ -83,7 +83,8 @@ class Files:
     def check(self) -> None:
         """Check that the requested figures can be drawn.
 
-        Raises: ScheduleError if matplotlib is missing, or the width is too small.
+        Raises: ScheduleError if matplotlib is missing, or the width is not from 2 to 40 inches.
+            Also for a width if no figure is requested.
         """
         # A width alone would be ignored without a word.
         if self.width != COLUMN and not self.named:

@@ -47,7 +47,10 @@ class Case(NamedTuple):
 
 
 def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES) -> list[Case]:
-    """Return the cases of the HTML page: every schedule without a search, in many sizes."""
+    """Return the cases of the HTML page: every schedule without a search, in many sizes.
+
+    Raises: ScheduleError for a size above MOST_RANKS or MOST_MICROBATCHES.
+    """
     sizes = [(p, m) for p in ranks for m in microbatches]
     if any(p > MOST_RANKS or m > MOST_MICROBATCHES for p, m in sizes):
         most = f"--pp {MOST_RANKS} and --microbatches {MOST_MICROBATCHES}"

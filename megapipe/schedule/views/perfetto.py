@@ -19,9 +19,9 @@ Event = dict[str, object]
 def to_perfetto(schedule: Schedule, costs: Costs = UNIT) -> str:
     """Return a trace of a simulated schedule: tracks of ranks, arrows of messages, activation.
 
-    One unit of cost becomes one millisecond. The passes of an overlapped pair are nested slices of
-    one time. If passes have communication, a rank has two more tracks, for arithmetic and for
-    communication.
+    One unit of cost becomes one millisecond. The passes of an overlapped pair have equal start and
+    end, and a viewer draws one inside the other. If passes have communication, a rank has two more
+    tracks, for arithmetic and for communication.
 
     Returns: JSON in Chrome's trace event format, events "M", "X", "s"/"f" and "C".
     Raises: ScheduleError if the schedule cannot proceed.

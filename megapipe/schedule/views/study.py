@@ -99,7 +99,7 @@ class Comparison(Sequence[Row | Refusal]):
     def __getitem__(self, which: slice) -> tuple[Row | Refusal, ...]: ...
 
     def __getitem__(self, which: str | int | slice) -> Row | Refusal | tuple[Row | Refusal, ...]:
-        """Return the row of a label, or the rows at an index.
+        """Return the row of a label or index, or the rows of a slice.
 
         Raises: KeyError for a label without a row, with the reason for a refused one.
         """
@@ -126,7 +126,7 @@ if not TYPE_CHECKING:  # a type checker would take any misspelled name for a nam
 
 
 def told(costs: Costs) -> str:
-    """Return costs as a short text. If stages differ, times are means and shares left out."""
+    """Return costs as a short text. If stages differ, times are means over the stages."""
     values = costs.f, costs.b, costs.w, costs.comm
     f, b, w, message = map(mean, values)
     differ = any(isinstance(x, tuple) for x in values)
@@ -156,7 +156,7 @@ def study(
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
         names: names of built-in schedules, files, functions FILE.py:NAME, tables, or recipes.
         effort: about the seconds to spend on each search.
-        progress: called with the fraction of the work done and the next schedule.
+        progress: called with the fraction of the work done, 0 to 1, and the next schedule's name.
         slices: how to cut microbatches into slices, for additional rows; None for no such rows.
         parts: settings such as offload and sharding, which every schedule gets; None for none.
     Raises: ScheduleError for an unknown name.

@@ -24,17 +24,18 @@ def to_terminal(
 ) -> str:
     """Return a schedule as text, one line for each rank, with time from left to right.
 
-    Lines have at most `width` characters, but at least one column of time. A cell has its pass and
-    microbatch if they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped pair. Passes of a rank's
-    later stages are in lower case; in DualPipe, passes of the other direction. Idle time is dots,
-    or blank in colour. A pass of a whole stage, such as the update, may take no time. Such a pass
-    still has a column if other passes have three or more. 1F1B on two ranks:
+    Lines have at most `width` characters, but at least one column of time. A rank's streams of
+    copies and collectives have lines of their own, and a legend is the last line. A cell has its
+    pass and microbatch if they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped pair. Passes of a
+    rank's later stages are in lower case; in DualPipe, passes of the other direction. Idle time is
+    dots, or blank in colour. A pass of a whole stage, such as the update, may take no time. Such a
+    pass still has a column if other passes have three or more. 1F1B on two ranks:
 
         rank 0 |F0  F1  ......BW0   F2  BW1   ....BW2   |
         rank 1 |....F0  BW0   F1  BW1   F2  BW2   ......|
 
     Args:
-        width: most characters of a line.
+        width: most characters of a line; the legend may be longer.
         colour: use a terminal's colours.
     Raises: ScheduleError if the schedule cannot proceed.
     """

@@ -13,7 +13,8 @@ from megapipe.schedule.families.offload.rules import MOVES, inputs, memory_probl
 class OffloadCosts:
     """Time and memory of offloaded and recomputed activations, in the units of the costs.
 
-    A value is for a microbatch on one stage: one number for all stages, or one for each.
+    A value is for one microbatch. One number is for a device share, 1/p of the model on p ranks. A
+    tuple has the value of each stage.
 
     Attributes:
         o: time of copying the activations to the host.

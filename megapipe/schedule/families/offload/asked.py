@@ -22,9 +22,9 @@ class Offload:
         chunks: with "all", offload only for the first `chunks` stages of each rank; None for all.
         switch: with "all", the number of neighbouring ranks that share one connection to the host,
             such as a PCIe switch; None for no sharing.
-        tries: number of random changes that "fits" tries, of one activation's choice each; None for
-            as many as take half a second.
-        most: with "fits", the longest makespan of interest, in the time unit of the costs.
+        tries: number of random changes that "fits" tries, each of one or two activations' choices;
+            None for as many as take half a second.
+        most: with "fits", the longest makespan that is allowed, in the time unit of the costs.
         other: tables with other orders that "fits" may choose instead of the given one.
     """
 

@@ -162,8 +162,8 @@ def _refuse(schedule: Schedule, added: set[Kind], chosen: Chosen | None) -> None
 
     Args:
         added: the kinds to be added.
-        chosen: each (stage, microbatch or slice) to offload or recompute; None if a share of all
-            is. A choice is impossible if the table lacks its forward.
+        chosen: each (stage, microbatch or slice) to offload or recompute; None for a share of all.
+            A choice is impossible if the table lacks its forward.
     Raises: ScheduleError that names the kinds, or the choice.
     """
     twice = sorted(added & schedule.kinds)

@@ -2,9 +2,9 @@
 
 It minimises the makespan within the memory. First it moves activations until all ranks fit, one
 microbatch of each full rank at a time. They go to the host if the copy returns without anyone
-waiting, else they are recomputed. Then it changes single choices as long as that helps. The order
-of passes comes from a given table. `tables` returns the tables of the catalogue, `searched` returns
-tables that leave memory for activations that cannot be moved.
+waiting, else they are recomputed. Then it changes one or two choices at a time. The order of passes
+comes from given tables. `tables` returns such tables from the catalogue, and
+`search.offloaded.searched` returns tables made for offload.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def solve(
     Args:
         plain: tables without offload and recomputation; the best one is taken.
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
-        tries: number of random changes, of one choice each, for each of the three best tables. None
-            tries as many as take half a second, which are more with a C compiler.
+        tries: number of random changes, of one or two choices each, for each of the three best
+            tables. None tries as many as take half a second, which are more with a C compiler.
         seed: the seed of the random changes.
         most: longest makespan of interest, in the time unit of the costs.
     Raises: ScheduleError if no table fits the memory within that makespan.
@@ -308,7 +308,7 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, 
 
 
 def _improved(start: _Answer, dice: Random, tries: int) -> _Answer:
-    """Return the best candidate after random changes of single choices of `start`.
+    """Return the best candidate after random changes of one or two choices of `start`.
 
     A change is kept if the result fits and is faster, or as fast with fewer activations offloaded
     or recomputed.

@@ -1,8 +1,8 @@
 """Time and memory of a table with offload and recomputation, without building that table.
 
-With a C compiler `weigh.c` computes them, bitwise equal to the clock. Without one the table is
-built and simulated. The solver asks for thousands of choices, and building each table would take
-most of its time.
+With a C compiler `weigh.c` computes them, bitwise equal to the clock. The table is built and
+simulated without a compiler, or if it has overlapped pairs or other passes than F, B, W and BW. The
+solver asks for thousands of choices, and building each table would take most of its time.
 """
 
 from __future__ import annotations
@@ -195,8 +195,9 @@ class _Moved(ctypes.Structure):
 class _Places:
     """The places of a table as lists for the C code. A place is a (stage, microbatch or slice).
 
-    Each method returns a list with one value for each place. Where a value is itself a place, it is
-    the index of that place.
+    `every` lists the places, and `number` has the index of each in it. Each method returns a list
+    with one value for each place, in the same order. If a value is itself a place, it is the index
+    of that place.
 
     Args:
         plain: the table without offload and recomputation.

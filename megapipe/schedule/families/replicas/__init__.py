@@ -20,8 +20,8 @@ class ReplicaCosts:
     """The duration of P, a copy of a stage's state to the memory of a peer.
 
     Attributes:
-        p: time of the copy, in the time unit of the costs: one number for all stages, or one for
-            each.
+        p: time of the copy, in the time unit of the costs. One number is for a device share, 1/p of
+            the model on p ranks. A tuple has the value of each stage.
     """
 
     p: PerStage = 0.0
@@ -30,9 +30,9 @@ class ReplicaCosts:
 def with_replicas(schedule: Schedule) -> Schedule:
     """Return a table of one step with P, a copy of the state of each stage to a peer.
 
-    P stands after V, which validates the last update, because V may still undo it. Without V it
-    stands after the first forward, so that gathers of weights come before it on the stream that
-    both use. Rows of two stages without V, then with V:
+    P stands after V, which validates the last update, because V may still undo the update. Without
+    V the passes P stand after the rank's first forward. Gathers of weights, which use the same
+    stream, then come before them. Rows of two stages without V, then with V:
 
         A A | F P P F F F B W F B W ...        F F F F | V V P P | B W F B W ...
 

@@ -17,10 +17,10 @@ from megapipe.schedule.families.sharding.whole import whole
 class ShardingCosts:
     """Memory of gathered weights and of gradients before reduction, in the unit of the costs.
 
-    A value is one number for all stages, or one for each. The shards that a rank always has are not
-    counted. Times have no field here. A gather before F or B (AF, AB) takes as long as pass A,
-    which gathers after an update. A reduction (RS) takes as long as pass G, which reduces once a
-    step.
+    One number is for a device share, 1/p of the model on p ranks; a tuple has the value of each
+    stage. The shards that a rank always has are not counted. Times have no field here. A gather
+    before F or B (AF, AB) takes as long as pass A, which gathers after an update. A reduction (RS)
+    takes as long as pass G, which reduces once a step.
 
     Attributes:
         mem_a: weights of a stage, from the start of their gather to their last use.

@@ -42,8 +42,8 @@ def stays(uses: Sequence[set[int]], places: int, *, ahead: bool = False) -> list
     Args:
         uses: for each step of the row, the stages that it uses.
         places: number of stages that may be held at a time. A step that uses more holds more.
-        ahead: do not evict stages that the previous step used. A gather into their memory would
-            have to wait for the end of that step.
+        ahead: do not evict stages that the previous step used, if another can be. A gather into
+            their memory would have to wait for the end of that step.
     """
     # The steps of each stage's future uses, the next one last.
     coming: dict[int, list[int]] = {}

@@ -33,12 +33,11 @@ from megapipe.schedule.passes import Pass, Schedule
 class Run(NamedTuple):
     """A gather (AF or AB) with the passes that read the weights it gathers.
 
-    `dropped` is the pass after which the full weights are freed. In an invalid table there may be
-    no such passes.
+    `dropped` is the pass after which the full weights are freed.
 
     Attributes:
         gather: the AF (before forwards) or AB (before other passes).
-        passes: the passes that read the weights, in order.
+        passes: the passes that read the weights, in order. Empty only in an invalid table.
     """
 
     gather: Pass
@@ -168,8 +167,8 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
 def named_by_forwards(schedule: Schedule) -> Mapping[Pass, Pass | None]:
     """Return {gather: the gather that replaces it in an evaluation}.
 
-    The replacement is an AF with the microbatch of the first forward that reads the weights. The
-    result is None if no forward reads them.
+    The replacement is an AF with the microbatch of the first forward that reads the weights. It is
+    None if no forward reads them, and the gather is then left out.
     """
     found: dict[Pass, Pass | None] = {}
     for rank in range(len(schedule.ranks)):

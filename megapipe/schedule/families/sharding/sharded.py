@@ -72,7 +72,7 @@ def with_sharded_weights(
     Args:
         living: how many stages have full weights and gradients at a time: one value for all ranks,
             or one for each. () gathers and reduces every stage once a step.
-    Raises: ScheduleError for a table that has gathers or reductions.
+    Raises: ScheduleError for a table that has gathers (A, AF, AB), reductions (G, RS) or V.
     """
     _refuse(schedule)
     clock = run_clock(schedule, costs)
@@ -106,10 +106,10 @@ def sharded_within(
         memory: the limit of all ranks, or one for each, in the unit of the costs; inf for none.
         gathers: shard the weights too, not only the gradients.
         moved: takes a limit on activation and returns the table within it, by offload or
-            recomputation, or raises ScheduleError. The function is called if the table does not
-            fit; None to fail then.
-    Raises: ScheduleError for a table that has gathers or reductions. Also if none fits, with the
-    least memory that the fullest rank needs.
+            recomputation, or raises ScheduleError. The function is called if the table that is best
+            without limits does not fit. None for no offload and no recomputation.
+    Raises: ScheduleError for a table that has gathers (A, AF, AB), reductions (G, RS) or V. Also if
+        no table fits, with the memory that one of the ranks needs at least.
     """
     limits = [memory] * len(schedule.ranks) if isinstance(memory, float | int) else [*memory]
     ways = list(ways_to_live(schedule, gathers=gathers))
@@ -156,7 +156,7 @@ def _moved_tables(
     limit: float,
     moved: Callable[[float], Schedule],
 ) -> Iterator[tuple[UnshardedStages, Schedule]]:
-    """Yield (choice, table) for choices that only fit with offload or recomputation.
+    """Yield (choice, table with offload or recomputation) for each choice that leaves it room.
 
     Args:
         ways: choices of how many stages have full weights and gradients at a time.

@@ -16,7 +16,8 @@ from megapipe.schedule.kinds import Kind
 class StepCosts:
     """Durations of the passes that run once per step and stage, in the time unit of the costs.
 
-    A value is one number for all stages, or one for each.
+    One number is for a device share, 1/p of the model on p ranks. A tuple has the value of each
+    stage.
 
     Attributes:
         g: reducing the gradients over data parallelism.

@@ -35,7 +35,7 @@ def with_optimizer(
             update. V runs after the first forwards, which can be repeated if the update was wrong.
         gather: when A gathers the updated weights. "after" is directly after each update. "ahead"
             is at the start of the next step, in the order of its forwards. "none" adds no A.
-    Raises: ScheduleError for a table that has one of these passes.
+    Raises: ScheduleError for a table that has one of the added kinds of pass, or RS.
     """
     added = {Kind.U}
     if not barrier:

@@ -28,8 +28,8 @@ from megapipe.schedule.simulate import simulate
 def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     """Return the table of one step with the passes of a vocabulary shared over all ranks.
 
-    A rank then holds activations of at most one more microbatch than before. A chain is the stages
-    of one copy of the model.
+    A rank then holds activations of at most one more microbatch than before, unless the order of
+    the table requires more. A chain is the stages of one copy of the model.
 
     Args:
         costs: costs under which the rows are ordered.

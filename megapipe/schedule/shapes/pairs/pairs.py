@@ -53,7 +53,7 @@ def pairs(
         tries: number of tables to choose from.
     Returns: a table that `verify` has passed; the given one if its own pairs are the best.
     Raises: ScheduleError if no pair makes the step shorter, with the least memory with which pairs
-    would.
+    would. Also for a table or costs that `refuse_unpairable` refuses.
     """
     refuse_unpairable(schedule, costs)
     # The table's own pairs are one candidate. Simulations of its single passes give the others.

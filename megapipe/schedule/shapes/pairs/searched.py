@@ -47,14 +47,15 @@ def search_pairs(
     Equal arguments give equal tables.
 
     Args:
-        placement: "loop" or "v"; None to try both.
+        placement: "loop" or "v"; None to try these and Hanayo's waves.
         chunks: stages on each rank; None for the best of CHUNKS.
         memory: limit on a rank's activation, in the unit of the costs; None for as much as the
             pairs of each table need.
-        objective: "makespan", or "period" (longest time from a rank's first start to its last end).
+        objective: "makespan"; any other is refused.
         effort: about the seconds to spend on one core, after a first simulation of every table.
         progress: called with the fraction of the effort spent, 0 to 1.
-    Raises: ScheduleError if there is no such table, or none fits the memory.
+    Raises: ScheduleError if there is no such table, if none fits the memory, or for another
+        objective.
     """
     if objective != "makespan":
         raise ScheduleError(

@@ -125,7 +125,7 @@ def describe_moves(
 def refuse_unfinished(
     ratio: float | None, solved: bool, switch: int | None, memory: float | None
 ) -> None:
-    """Check flags of the command `show` that need other flags.
+    """Check flags of the command `show` that need or exclude other flags.
 
     Args:
         ratio: the value of --copy-ratio; None if it is not given.
@@ -133,7 +133,7 @@ def refuse_unfinished(
         switch: the value of --switch, the number of ranks that share a PCIe switch; None if not
             given.
         memory: the value of --memory; None if it is not given.
-    Raises: ScheduleError that names the missing flag.
+    Raises: ScheduleError that names the missing flag, or the flags that exclude each other.
     """
     if ratio is None and (solved or switch):
         flag = "--switch"

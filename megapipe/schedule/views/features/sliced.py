@@ -26,7 +26,7 @@ _EFFORT = 4.0
 def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     """Return the most keys and values that a rank holds: (alone, together with their gradients).
 
-    The unit is the keys and values of one microbatch on one stage.
+    The unit is the keys and values of one microbatch in 1/p of the model, on p ranks.
     """
     # A microbatch leaves keys and values and nothing else, in the unit of one microbatch. Costs by
     # stage and plain ones cannot be mixed, so costs of offload are plain here.
@@ -65,9 +65,9 @@ def references(
 ) -> dict[str, Schedule]:
     """Return {name to print: table to compare with a sliced table}.
 
-    "undivided" is the table without slices. If `cutting` has several documents, "in one document"
-    is the table with as many slices of a single document. For a searched schedule the dict is
-    empty.
+    "undivided" is the table without slices, if there is one; TeraPipe, Seq1F1B and SlimPipe have
+    none. If `cutting` has several documents, "in one document" is the table with as many slices of
+    a single document. For a searched schedule the dict is empty.
 
     Args:
         name: name of a built-in schedule, a file, or FILE.py:NAME.
