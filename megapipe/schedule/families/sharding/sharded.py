@@ -109,7 +109,7 @@ def sharded_within(
             recomputation, or raises ScheduleError. The function is called if the table that is best
             without limits does not fit. None for no offload and no recomputation.
     Raises: ScheduleError for a table that has gathers (A, AF, AB), reductions (G, RS) or V. Also if
-        no table fits, with the memory that one of the ranks needs at least.
+    no table fits, with the memory that one of the ranks needs at least.
     """
     limits = [memory] * len(schedule.ranks) if isinstance(memory, float | int) else [*memory]
     ways = list(ways_to_live(schedule, gathers=gathers))
