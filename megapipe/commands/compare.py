@@ -221,7 +221,7 @@ def _config(name: str, pp: int, flags: Flags) -> Config:
 
 
 def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
-    """Train all runs one after another; each process of the runs calls this. Return a row of each.
+    """Train all runs one after another, as one rank of each. Return a row for each run.
 
     Args:
         runs: (configuration, plan) of each run.
@@ -296,10 +296,10 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
 
 
 def _bubble(ranks: list[list[MeasuredPass]]) -> float:
-    """Return the mean fraction of a step's passes in which a rank runs no pass.
+    """Return the fraction of a step's time in which a rank runs no pass, as a mean over ranks.
 
     Args:
-        ranks: the passes of each rank, with their times.
+        ranks: the passes of each rank, with their times. The first and the last bound the step.
     """
     # From the first pass of any rank to the last pass of any rank.
     span = max(row[-1].end for row in ranks) - min(row[0].begin for row in ranks)

@@ -76,7 +76,7 @@ def tell(text: str, numbers: object, file: str | None) -> None:
 
     Args:
         text: the result for a person.
-        numbers: the same as JSON.
+        numbers: the same result, as lists, dicts and numbers for JSON.
         file: the value of --json. A name writes the numbers there too, - prints them instead of the
             text, and None prints the text alone.
     """

@@ -1,8 +1,8 @@
 """A split by cost: the layers of each stage for which the schedule takes the least simulated time.
 
 Balanced stages are not enough, since a schedule hides work in one place and waits for it in
-another. So the clock itself judges every candidate; a balanced split is only where the search
-begins.
+another. So every candidate is judged by its simulated step. A balanced split is only where the
+search begins.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def search(judge: Judge) -> Counts:
 
     The best split has the smallest score. A descent begins from an even split and from a balanced
     one. A move takes a layer from one stage to another, and the stages between them shift by one.
-    A split that is not faster than the even one by more than rounding is not taken. Every rank of
-    a run searches by itself and finds the same split.
+    If no split is faster by more than rounding, the even one is returned. Every rank of a run
+    searches by itself and finds the same split.
 
     Args:
         judge: computes the score of a split.

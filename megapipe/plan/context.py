@@ -66,8 +66,8 @@ def tensor_bytes(
 def context_line(plan: Plan, config: Config) -> str:
     """Return a line that compares the bytes that a rank sends under two layouts.
 
-    One layout is the run's context parallelism. The other has tensor parallelism over as many ranks
-    instead. The line is "" without context parallelism.
+    One layout is the run's. The other has tensor parallelism in place of its context parallelism.
+    The line is "" without context parallelism.
     """
     model = config.model
     par = config.parallel

@@ -27,7 +27,8 @@ class PlanDraft:
         base: the plan with a table that has no passes, and without multi-token prediction.
         depths: the work of each module (depth) of multi-token prediction.
         counts: number of layers of each stage, in the model's order. None splits the layers as the
-            flags say, for each placement of stages that is tried.
+            flags say, for each placement of stages that is tried. Where the flags leave the split
+            to a search, stages get nearly equal work.
     """
 
     config: Config

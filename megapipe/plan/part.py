@@ -1,7 +1,7 @@
 """A part of a plan that not all plans have: a family of passes, a shape of tables, or CUDA graphs.
 
-A plan is made by iterating over the list in `parts`, which alone names them all. A part of the same
-name in `schedule.families` or `schedule.shapes` answers for tables.
+A plan is made by iterating over the list in `parts`, which alone names them all. A file of the same
+name in `schedule.families` or `schedule.shapes` makes the passes of the feature.
 """
 
 from __future__ import annotations

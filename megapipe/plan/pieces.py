@@ -97,7 +97,7 @@ class ModelWork:
 
     @cached_property
     def _sums(self) -> _Columns:
-        """The sums of each field over the first n layers: value n of a column, from n = 0."""
+        """Running sums of each field over the layers: entry n of a column sums n layers."""
         # A search judges thousands of splits: a stage's work is the difference of two sums.
         sums = []
         for name in _Columns._fields:
@@ -374,8 +374,8 @@ def _layers(model: ModelConfig, load: RankLoad) -> tuple[Work, ...]:
 def _depth(model: ModelConfig, load: RankLoad) -> Work:
     """Return the work of a module of multi-token prediction, before its head is added.
 
-    A module has a projection of two normed inputs, followed by a layer. The parameters of a head,
-    which is the main model's, are subtracted here, so that the sum counts none.
+    A module has a projection of two normed inputs, followed by a layer. The caller adds a head. Its
+    parameters are the main model's, so as many are subtracted here.
 
     Args:
         load: the tokens of a microbatch on one rank, and the ranks that split a layer.

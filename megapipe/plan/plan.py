@@ -198,10 +198,10 @@ class Plan:
         return sharing(self.schedule.placement, tied=self.tied)
 
     def repeated(self, stage: int) -> float:
-        """Return how many of a stage's weights are not counted on its rank: a tied head's.
+        """Return the number of a stage's weights that its rank has already, because they are tied.
 
-        A tied head on the rank of the embedding has no weight of its own. The result is 0 for
-        stages without such a head. Weights of all tensor-parallel ranks count.
+        They are a head's on the rank of the embedding, over all tensor-parallel ranks. The result
+        is 0 for other stages.
         """
         if not self.tied:
             return 0.0
@@ -239,8 +239,8 @@ class Plan:
         """Yield the summands of a stage's bytes between steps, over all tensor-parallel ranks.
 
         Args:
-            embeds: the stage's rank also has the embedding. Of DualPipe's two copies of the model,
-                only the stage's own copy counts.
+            embeds: whether the stage's rank has the embedding too, in the same one of DualPipe's
+                two copies of the model.
         """
         work = self.works[stage]
         span = self.spans[stage]

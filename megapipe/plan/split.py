@@ -36,7 +36,7 @@ def schedule_name(config: Config) -> str:
 
     Without the flag the name is 1f1b, or interleaved if flags ask for several stages on each rank.
 
-    Raises: ConfigError if the number of stages on a rank that the flags give is not an integer.
+    Raises: ConfigError if the flags do not give each rank a whole number of stages.
     """
     return config.parallel.pipeline_schedule or usual(chunks_of(config))
 
@@ -66,7 +66,7 @@ def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
 def forwards(config: Config, microbatches: int) -> int:
     """Return the number of forwards of a step on all ranks.
 
-    Raises: ConfigError if the number of stages on a rank that the flags give is not an integer.
+    Raises: ConfigError if the flags do not give each rank a whole number of stages.
     """
     # Flags that leave the stages open mean one on each rank, as without virtual stages.
     stages = config.parallel.pipeline_model_parallel_size * (chunks_of(config) or 1)
@@ -76,7 +76,7 @@ def forwards(config: Config, microbatches: int) -> int:
 def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
     """Return the number of layers of each stage, in the model's order.
 
-    For the layout `auto` it is the even split, which a search replaces.
+    For the layout `auto` the split is even; a search replaces it later.
 
     Args:
         placement: the stages of the model, without multi-token prediction.
@@ -173,7 +173,7 @@ def other_stages(config: Config, schedule: Schedule) -> str | None:
 
     Returns None if they agree, or if no flag asks for a number of stages.
 
-    Raises: ConfigError if the number of stages on a rank that the flags give is not an integer.
+    Raises: ConfigError if the flags do not give each rank a whole number of stages.
     """
     par = config.parallel
     place = schedule.placement

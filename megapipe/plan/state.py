@@ -23,7 +23,7 @@ def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, in
 
     Args:
         half: whether weights have 16 bits. Only then there may be a main parameter in float32.
-    Raises: ConfigError if --optimizer names none that exists.
+    Raises: ConfigError if --optimizer names an unknown optimizer.
     """
     size = {"fp32": 4, "bf16": 2}
     # Adam's moments alone have flags for their types.

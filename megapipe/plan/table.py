@@ -107,8 +107,8 @@ def to_html(plan: Plan) -> str:
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
     """Return the table of stages with the lines below it.
 
-    The lines say how many parameters of experts a token uses, the size of a checkpoint, and how
-    many bytes context and expert parallelism send.
+    The lines say how many parameters a token uses in a model with experts, the size of a
+    checkpoint, and how many bytes context and expert parallelism send.
 
     Args:
         parameters: number of parameters of each stage, counted on the built model; None to count
@@ -211,7 +211,8 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
 def waiting_bytes(plan: Plan, config: Config) -> float:
     """Return the most bytes of weights that wait on the host until a rank has sharded them.
 
-    A rank that shards its weights builds one stage after the other on the device.
+    A rank that shards its weights builds one stage after the other on the device. The result is 0
+    if weights are not sharded.
     """
     if not config.parallel.shards_weights:
         return 0.0

@@ -16,7 +16,7 @@ on this machine, and its checkpoints:
 With --non-persistent-ckpt-type local of a run on this machine, --kinds may have these too:
 
     node: SIGKILL to a rank, and its memory is lost, as with its machine
-    pair: the same to the ranks that keep its state as well
+    pair: the same, also to the ranks that keep copies of its state
     flip: as node, and a byte is changed in each copy of its state
 """
 
@@ -240,7 +240,10 @@ class Chaos:
         return f"files of at most {limit:,} bytes"
 
     def damage(self, run: Launched) -> str:
-        """Change, cut or remove a file of the newest checkpoint of two, and kill a random rank."""
+        """Change, cut or remove a file of the newest checkpoint, and kill a random rank.
+
+        Nothing happens if there are fewer than two checkpoints.
+        """
         sound = newest_sound(self.save)
         # Without a second checkpoint the run could only start from the beginning.
         if sound is None or len(list(self.save.glob("iter_???????"))) < 2:
@@ -363,6 +366,8 @@ def _problems(options: Options) -> Iterator[str]:
 def main(argv: Sequence[str]) -> int:
     """Break the run for some minutes and compare it with an unbroken one.
 
+    Args:
+        argv: the flags of the command, --, and the launch line.
     Returns: exit status 0 if weights and printed numbers are bitwise equal, else 1.
     Raises: ConfigError for wrong flags, and for a run that does not recover.
     """

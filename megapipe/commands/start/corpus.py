@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def sources(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield path and text of each UTF-8 module below `root` that is not an installed package."""
+    """Yield (path, text) of each UTF-8 module below `root`, but no installed or empty module."""
     paths = [path.relative_to(root) for path in root.rglob("*.py")]
     installed = {"site-packages", "dist-packages"}
     names = [path.as_posix() for path in paths if not installed & set(path.parts)]

@@ -99,8 +99,8 @@ class MlpTypes(Meaning):
 class LayerRange(Meaning):
     """The meaning of ERNIE's key with the first layer that has experts, counted from 0.
 
-    moe_layer_end_index is the last such layer, and -1 the model's last. moe_layer_interval is a
-    step n: of the layers in between every n-th of the model has experts.
+    moe_layer_end_index is the last such layer, and -1 the model's last. moe_layer_interval is n:
+    from the first to the last, the layers with experts are multiples of n, counted from 1.
     """
 
     def keys(self, key: str) -> Fields:
@@ -133,7 +133,7 @@ class LayerRange(Meaning):
 class SparseStep(Meaning):
     """The meaning of Qwen's key with a step n: every n-th layer has experts.
 
-    Layers in mlp_only_layers have none.
+    With n = 2 these are the second, the fourth and so on. Layers in mlp_only_layers have none.
     """
 
     def keys(self, key: str) -> Fields:

@@ -95,7 +95,8 @@ class Same(Meaning):
     """A config.json key with the value of one field of ModelConfig, or of several fields.
 
     Attributes:
-        fields: names of fields, with spaces between. All are read, and the first one is written.
+        fields: names of fields, with spaces between. An import sets all of them to the key's value.
+            An export writes the value of the first one.
         default: the value that transformers assumes for a missing key; NEEDED if it must be there.
         null: returns the value that null stands for, given the whole config.json. Default: null is
             None.

@@ -51,7 +51,7 @@ class Layout:
 
 
 class Turned(Layout):
-    """A weight that Hugging Face keeps transposed, as [in, out]."""
+    """A weight that Hugging Face keeps transposed: its [in, out] -> megapipe's [out, in]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         # A bias has one dimension, and stays.

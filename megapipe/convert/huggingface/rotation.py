@@ -38,7 +38,7 @@ _STRETCHES = (
     "mscale_all_dim",
     *RotaryConfig.__dataclass_fields__,
 )
-"""Fields of ModelConfig that may differ between layers of another rotation."""
+"""Fields of ModelConfig that differ between layers with different rotations."""
 
 
 @dataclass(frozen=True)

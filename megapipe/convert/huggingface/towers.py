@@ -31,7 +31,9 @@ _WITH_MORE = (*_TEXT.values(), "qwen3_next", "exaone_moe", "ernie4_5_moe")
 
 
 def text_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the text model that a config.json contains, or is.
+    """Return the config.json of a folder's text model.
+
+    It is the part text_config of the folder's config.json, or all of it if there is only text.
 
     Args:
         content: the config.json of a folder.

@@ -1,4 +1,4 @@
-"""The families of passes that a plan knows. A new one is a file here and a place in the list."""
+"""The features that add passes, such as offload. A new one is a file here and in the list."""
 
 from megapipe.plan.families.offload import OFFLOAD
 from megapipe.plan.families.replicas import REPLICAS

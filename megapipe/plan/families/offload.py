@@ -1,4 +1,4 @@
-"""Activations that leave the device: copied to the host (O, L) or computed again (R).
+"""Activations that do not stay on the device: copied to the host (O, L) or computed again (R).
 
 Flags ask for copies, or --memory-limit-gib leaves no room for all activations.
 """

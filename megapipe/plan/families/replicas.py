@@ -55,8 +55,8 @@ class Replicas(OfPlan):
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
         """Return, for each pipeline rank, the most bytes that it holds in a step beyond its state.
 
-        If a rank is missing, it is one of the last pipeline rank. Its peers hold a second set of
-        gradients, and no more activations than the fullest rank, see `Rerouted.follow`.
+        A missing rank is a replica of the last pipeline rank. The other replicas then hold a second
+        set of gradients, and at most the fullest rank's activations, see `Rerouted.follow`.
 
         Args:
             usual: these bytes if no rank is missing.

@@ -95,7 +95,7 @@ class Sharding(OfPlan):
         return replace(costs, mem_a=tuple(gathered), mem_g=whole, mem_lent=tuple(tied))
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return, for each rank, the most bytes of full tensors if each is freed at once."""
+        """Return, for each rank, the most bytes of full tensors if passes free them early."""
         return whole_at_most(plan.schedule, plan.costs, UnshardedStages(int(self.weights), 1))
 
     def summary(self, plan: Plan) -> str:
@@ -160,7 +160,7 @@ class _Own(NamedTuple):
 
 
 def _own_stages(plan: Plan) -> _Own:
-    """Return how many parameters each stage has to be sharded and gathered.
+    """Return the number of parameters of each stage that are sharded and gathered.
 
     Rows of a vocabulary that is split over the pipeline are never sharded, so they do not count.
     The tied weight of a rank with both embedding and head counts once.

@@ -93,7 +93,10 @@ def _norms(model: ModelConfig) -> int:
 
 
 def _keeps_normed(model: ModelConfig) -> bool:
-    """Return whether the MLP keeps its input: none recomputes it, and attention keeps another."""
+    """Return whether the MLP keeps its input for backward.
+
+    It does not if the norm before it is recomputed, or if attention keeps the same tensor.
+    """
     again = model.has_pre_norm and model.recompute_norms
     return not again and not _shares_norm(model)
 
@@ -159,7 +162,7 @@ def _experts(model: ModelConfig, load: RankLoad) -> Work:
 
 
 def _placed(model: ModelConfig, load: RankLoad, accepted: float) -> _Rows:
-    """Return the rows of this rank: their number, whether they are exchanged, and their tables.
+    """Return this rank's rows: number, whether they are exchanged, and bytes of their tables.
 
     A row is one token for one of its experts.
 

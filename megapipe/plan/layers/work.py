@@ -26,7 +26,7 @@ class Work:
         parameters: the number of parameters.
         unused: number of parameters that a token does not use, because it goes to few experts.
         experts: number of parameters that expert-parallel ranks split.
-        scores_f: the part of `f` that is attention to earlier tokens.
+        scores_f: the part of `f` that is larger for later tokens: attention without a window.
         scores_b: the same part of `b`.
         keys: bytes of keys and values.
         kept_keys: bytes of keys and values that are kept in addition to `held`, if microbatches are

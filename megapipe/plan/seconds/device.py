@@ -1,4 +1,4 @@
-"""Say the speeds of a device and its links, from which a plan's seconds are predicted."""
+"""The speeds of a device and its links, from which a plan's seconds are predicted."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ not known.
 def load_device(flag: str, given: str) -> Device:
     """Return a device, given by its name or by a JSON file with some fields of `Device`.
 
-    Fields that the file leaves out keep the defaults of an H100; without a capacity it is 0.
+    Fields that the file leaves out keep the defaults of an H100, but a missing capacity is 0.
 
     Args:
         flag: the flag that gave the name or file, for errors.

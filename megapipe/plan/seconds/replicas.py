@@ -35,7 +35,7 @@ from megapipe.schedule.simulate import SimulatedTimes
 
 
 class OfRank(NamedTuple):
-    """The parameters of one stage on one rank, whose gradients are reduced over replicas.
+    """The number of parameters of one stage on one rank; replicas reduce their gradients.
 
     Attributes:
         dense: number of parameters outside experts.

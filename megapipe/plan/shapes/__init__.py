@@ -1,4 +1,4 @@
-"""The shapes of tables that a plan knows. A new one is a file here and a place in the list."""
+"""The features that change all passes: slices and pairs. A new one is a file and in the list."""
 
 from megapipe.plan.shapes.pairs import PAIRS
 from megapipe.plan.shapes.slices import SLICES

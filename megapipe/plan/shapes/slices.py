@@ -26,7 +26,7 @@ CHOICES = (1, 2, 4, 8, 16)
 def number_of(config: Config) -> int | None:
     """Return the number of slices in --pipeline-slices; None without the flag, or for `auto`.
 
-    Raises: ConfigError if the value is neither `auto` nor a number in range.
+    Raises: ConfigError if the value is neither `auto` nor a number from 1 to 64.
     """
     given = config.parallel.pipeline_slices
     if given is None or given == AUTO:
@@ -56,8 +56,8 @@ def _best(config: Config, planned: Planner) -> Plan | None:
     Args:
         planned: takes a configuration with a fixed number of slices and returns its plan.
     Returns: the plan; None if --pipeline-slices is not `auto`.
-    Raises: ConfigError or ScheduleError if every number is refused; it is the error for the first
-        number.
+    Raises: ConfigError or ScheduleError if every number is refused. The error is the first
+        number's.
     """
     if config.parallel.pipeline_slices != AUTO:
         return None

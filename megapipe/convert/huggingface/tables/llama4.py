@@ -25,8 +25,9 @@ _CHUNKED = "chunked_attention"
 class _Layers(RotatedLayers):
     """The key no_rope_layers, with what else differs between layers with rotation and without.
 
-    Layers with rotation norm heads if use_qk_norm is true. layer_types says which attend within
-    chunks of attention_chunk_size tokens; if it is missing, these are the layers with rotation.
+    Layers with rotation norm queries and keys if use_qk_norm is true. layer_types says which layers
+    attend within chunks of attention_chunk_size tokens. If it is missing, the layers with rotation
+    do.
     """
 
     def keys(self, key: str) -> Fields:

@@ -195,9 +195,9 @@ COHERE2 = COHERE.but(
 class _FalconLayers(Meaning):
     """Falcon's config.json key new_decoder_architecture, and the keys that depend on it.
 
-    The new architecture has query groups, and attention and MLP in parallel after two norms. The
-    old architecture has a single group or none, and attention and MLP are parallel after one norm,
-    or in sequence.
+    The new architecture has query groups, and attention and MLP in parallel after one norm or two.
+    The old one has keys and values once for all heads, or for each. Its attention and MLP are
+    parallel after one norm, or in sequence.
     """
 
     def keys(self, key: str) -> Fields:
