@@ -82,7 +82,7 @@ bubble also has a rank's time before and after them. The share is the sum of
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of one schedule, as medians over the steps. A fraction is of time.
+    """The measurements of one schedule, as medians over the steps. Fractions are of time.
 
     Attributes:
         pp: the number of pipeline ranks.

@@ -121,8 +121,11 @@ class SavedTensors:
 def _listed(folder: Path) -> set[str] | None:
     """Return the names of the safetensors files that belong to the model; None if all files do.
 
-    The folder's index lists these files. A folder of the Hugging Face hub may also hold the same
-    weights in a second form, which is not listed.
+    The folder's index lists these files; without an index it is model.safetensors, if there is one.
+    A folder of the Hugging Face hub may also hold the same weights in a second form, which is not
+    listed.
+
+    Raises: CheckpointError if the index is damaged.
     """
     index = folder / INDEX
     # Without an index, loaders take the one file with this name, if it is there.

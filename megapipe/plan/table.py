@@ -107,8 +107,8 @@ def to_html(plan: Plan) -> str:
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
     """Return the table of stages with the lines below it.
 
-    The lines say how many parameters a token uses in a model with experts, the size of a
-    checkpoint, and how many bytes context and expert parallelism send.
+    The lines give the size of a checkpoint, and the bytes that context and expert parallelism send.
+    In a model with experts, a line says how many parameters a token uses.
 
     Args:
         parameters: number of parameters of each stage, counted on the built model; None to count

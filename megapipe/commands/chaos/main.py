@@ -215,7 +215,7 @@ class Chaos:
         return text and f"{text}, {seconds:.1f} s"
 
     def disk(self, run: Launched) -> str:
-        """Make the next save fail as on a full disk, by a limit on file sizes (RLIMIT_FSIZE)."""
+        """Limit file sizes (RLIMIT_FSIZE), as a full disk would, until a save fails or passes."""
         sizes = [path.stat().st_size for path in self.save.glob("iter_*/*.safetensors")]
         if not sizes:
             return ""
@@ -265,7 +265,7 @@ class Chaos:
         return lose(run, self.draw, pair=True)
 
     def flip(self, run: Launched) -> str:
-        """Kill a random rank, delete its memory, and damage the copies of its state."""
+        """Kill a random rank, delete its states in memory, and damage the copies on others."""
         return lose(run, self.draw, flip=True)
 
 

@@ -51,8 +51,8 @@ class Family:
     and `unknown` prepare and check a config.json for `read`. `but` makes the table of a similar
     family.
 
-    `is_sparse`, `is_latent` and `has_depths` say whether its models may have experts, latent
-    attention and multi-token prediction.
+    `is_sparse`, `is_latent` and `has_depths` say whether the family's models may have experts,
+    latent attention and multi-token prediction.
 
     Attributes:
         architecture: the class of transformers, as config.json names it.

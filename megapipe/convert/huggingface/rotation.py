@@ -104,7 +104,7 @@ class Rotation(Meaning):
         """Return {name in rope_parameters: value} of the rotation's settings.
 
         Args:
-            content: the whole config.json, whose older keys are considered.
+            content: the whole config.json, in which older keys count too.
         """
         # transformers 5 prefers the older rope_scaling where a file has both.
         rope = content["rope_scaling"] or content["rope_parameters"] or self.missing or {}

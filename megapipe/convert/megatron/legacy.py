@@ -90,7 +90,7 @@ class LegacyTensors:
         self._collect()
 
     def _check_ranks(self) -> None:
-        """Raise CheckpointError if a rank's file is missing or the experts' split is unknown."""
+        """Raise CheckpointError for a missing rank's file, or an unsupported split of experts."""
         ranks = [(t, p, e) for e in range(self.ep) for p in range(self.pp) for t in range(self.tp)]
         missing = [rank for rank in ranks if rank not in self.paths]
         # Experts that tensor-parallel ranks do not split are spread over these ranks too. Then not

@@ -45,7 +45,7 @@ def import_megatron(
         progress: is called with (done, total) before every tensor and at the end.
 
     Raises: CheckpointError naming the file, tensor or argument that is missing, damaged or not
-        supported. Nothing is written then.
+        supported. No checkpoint is left then.
     """
     if commit.iterations_in(target):
         raise CheckpointError(f"{target} holds checkpoints already; give another folder")

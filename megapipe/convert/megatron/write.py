@@ -139,7 +139,7 @@ class Writer:
             pickle.dump(metadata, file)
 
     def _write(self, value: Any) -> _StorageInfo:
-        """Append a value to the current file, and return (file's name, first byte, bytes).
+        """Append a value to the current file. Return (file's name, position, number of bytes).
 
         A new file is begun if the current one has become large.
         """

@@ -196,8 +196,8 @@ class _FalconLayers(Meaning):
     """Falcon's config.json key new_decoder_architecture, and the keys that depend on it.
 
     The new architecture has query groups, and attention and MLP in parallel after one norm or two.
-    The old one has keys and values once for all heads, or for each. Its attention and MLP are
-    parallel after one norm, or in sequence.
+    The old one has one key and value head for all query heads, or one for each. Its attention and
+    MLP are parallel after one norm, or in sequence.
     """
 
     def keys(self, key: str) -> Fields:
