@@ -360,7 +360,7 @@ def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 def _of_heads(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """Return `fields` of ModelConfig without the settings of latent attention.
 
-    Settings of YaRN or longrope are removed too, if it is not used.
+    Settings of YaRN and of longrope are removed too, unless the model's positions use them.
     """
     names = [name for name in MLAConfig.__dataclass_fields__ if name not in _STRETCH]
     if model.position_embedding_type != "longrope":

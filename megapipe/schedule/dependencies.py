@@ -142,9 +142,9 @@ def wrong_documents(schedule: Schedule) -> str | None:
 def closed_prefix(schedule: Schedule) -> list[int]:
     """Return, for each rank, how many steps at the start of its row can run a second time.
 
-    Together the steps of all ranks depend only on each other, and they add to no gradient. These
-    are the forwards at the start of a training step. Post-validation runs them again when it takes
-    back an update.
+    These steps depend on no other steps, of any rank, and they add to no gradient. They are the
+    forwards at the start of a training step. Post-validation runs them again when it takes back an
+    update.
     """
     needs = Dependencies(schedule)
     prefixes = []

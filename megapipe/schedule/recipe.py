@@ -181,7 +181,7 @@ class Recipe:
         return chain if self.depths else self._paired(chain, terms)
 
     def with_ends(self, chain: Schedule, terms: CostModel) -> Schedule:
-        """Return `chain`, of `with_pairs`, with multi-token prediction and shared vocabulary."""
+        """Return `chain`, a result of `with_pairs`, with passes for `depths` and `vocabulary`."""
         if not (self.depths or self.vocabulary):
             return chain
         place = replace(chain.placement.with_depths(self.depths), vocabulary=self.vocabulary)
@@ -286,7 +286,7 @@ class Recipe:
         return tuple(most - held for most, held in zip(room, least, strict=True))
 
     def linked(self, costs: Costs) -> Costs:
-        """Return the costs with the communication that a pair of passes can hide."""
+        """Return the costs with the communication that `pairs` assumes in F and B, if any."""
         return self.pairs.linked(costs) if isinstance(self.pairs, Pairing) else costs
 
     def _paired(self, table: Schedule, terms: CostModel) -> Schedule:

@@ -18,13 +18,13 @@ from megapipe.schedule.passes import Kind, Placement, Schedule
 
 
 class Overheads(NamedTuple):
-    """The multiples of `Costs.overhead` that a lower bound counts for F, B and W.
+    """The parts of `Costs.overhead`, a pass's host time, that a lower bound adds to F, B and W.
 
-    If some passes pay one overhead together, their multiples add up to 1. A fused backward has (b,
-    w) = (1, 0). An overlapped pair of F and BW has (f, b, w) = (0.5, 0.5, 0).
+    If some passes cost one overhead together, their parts add up to 1. A fused backward has (b, w)
+    = (1, 0). An overlapped pair of F and BW has (f, b, w) = (0.5, 0.5, 0).
 
     Attributes:
-        f, b, w: the multiple for a forward, an input gradient and a weight gradient.
+        f, b, w: the part for a forward, an input gradient and a weight gradient.
     """
 
     f: float
@@ -54,7 +54,7 @@ def lower_bound(
 
         m(F+B+W) + (p-1) max(B, F + max(0, B-W)),
 
-    and with two chunks m(F+B+W) + (p-1) max(F, B)/2.
+    and with two in a loop m(F+B+W) + (p-1) max(F, B)/2.
 
     Args:
         memory: limit of all ranks, or one for each, in the unit of the costs.
@@ -154,7 +154,8 @@ def bound_of_any(
 def _beside_backwards(costs: Costs) -> Costs:
     """Return the costs with f reduced to what a forward adds to the time of a backward in a pair.
 
-    f becomes fb - b - w, or 0 if communication may hide more. Costs without fb are unchanged.
+    With fb, the given time of a pair, f becomes fb - b - w. f becomes 0 for costs by stage, or if
+    communication may hide more. Costs without fb are unchanged.
     """
     if costs.fb is None:
         return costs

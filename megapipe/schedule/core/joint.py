@@ -85,11 +85,11 @@ class Joint:
         return (broken + 1 + turn) % self.replicas
 
     def borders(self, replica: int) -> list[int]:
-        """Return the positions before which a replica ends all microbatches that it has begun.
+        """Return the positions before which a replica ends all earlier microbatches.
 
-        The replica that lost a rank does so between two blocks, and a peer where its block comes.
-        The first peer has its block before its own microbatches, the last one after them, and the
-        others at equal distances between.
+        Positions are places in the order of microbatches. The replica that lost a rank has one
+        between every two blocks. A peer has one, where its block comes: the first peer before its
+        own microbatches, the last one after them, and the others at equal distances between.
         """
         assert self.lost is not None
         peers = self.replicas - 1
@@ -141,7 +141,7 @@ class Joint:
         yield from adopted.items()
 
     def _row(self, replica: int, rank: int) -> Sequence[Step]:
-        """Return the row of a pipeline rank, which is cut at the borders of its replica."""
+        """Return a pipeline rank's row. Before a border of the replica all earlier microbatches end."""
         row = self.table.ranks[rank]
         if not self.positions:
             return row

@@ -29,7 +29,7 @@ def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
 def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
     """Return Seq1F1B (Sun et al. 2024): 1F1B with each microbatch in n slices of equal length.
 
-    The bubble of p ranks is (p-1)(F+B+W)/n. A rank holds 1 + (p-1)/n microbatches.
+    The bubble of p ranks is (p-1)(F+B+W)/n. Rank 0 holds 1 + (p-1)/n microbatches.
 
     Args:
         slices: slices of a microbatch, n.
@@ -40,7 +40,7 @@ def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
 def slimpipe(ranks: int, microbatches: int, chunks: int = 2, slices: int | None = None) -> Schedule:
     """Return SlimPipe (Li et al. 2025): interleaved 1F1B with each microbatch in n slices.
 
-    Each of p ranks holds 1 + 2 (p-1) / (v n) microbatches. The bubble is (p-1)(F+B+W)/(v n).
+    The bubble of p ranks is (p-1)(F+B+W)/(v n). Rank 0 holds 1 + 2 (p-1) / (v n) microbatches.
 
     Args:
         chunks: stages on each rank, v.

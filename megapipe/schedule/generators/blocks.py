@@ -32,7 +32,7 @@ from megapipe.schedule.placement import vee
 
 
 def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
-    """Return V-Half for p ranks: half of 1F1B's memory and about half of its bubble at F = B = W.
+    """Return V-Half for p ranks: half of 1F1B's memory, and less than half its bubble at F = B = W.
 
     A rank holds the activations of (p+2)//2 microbatches.
 
@@ -45,7 +45,7 @@ def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
 
 
 def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
-    """Return V-Min for p ranks: a third of 1F1B's memory.
+    """Return V-Min for p ranks: a third of 1F1B's memory, and about 0.6 of its bubble at F = B = W.
 
     A rank holds the activations of (p+4)//3 microbatches. The rank's order repeats a block of
     passes for each microbatch. In the block each pass waits for the pass before it, so unequal

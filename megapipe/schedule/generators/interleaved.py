@@ -59,7 +59,7 @@ def group_interleaved(
 ) -> Schedule:
     """Return interleaved 1F1B in groups smaller than p (Wan et al. 2025, PipeOffload).
 
-    A rank holds (p + (v-1) g) / v microbatches. The warm-up is as deep as in 1F1B. W follows its B
+    Rank 0 holds (p + (v-1) g) / v microbatches. The warm-up is as deep as in 1F1B. W follows its B
     directly, after the gradient has been sent.
 
     Args:

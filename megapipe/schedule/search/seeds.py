@@ -80,7 +80,7 @@ class Rhythm:
 
     Attributes:
         waits: for each leg, how long its pass on one rank waits after its pass on the rank before.
-        turns: for each leg, how long the next leg waits after its last pass.
+        turns: for each leg, how long the next leg waits after the last pass of this one.
         period: time between two microbatches, as a multiple of the busiest rank's work for one.
         groups: (for forwards, for backwards) how many microbatches go through one chunk before the
             next chunk begins. 1 lets each microbatch go through all chunks directly.

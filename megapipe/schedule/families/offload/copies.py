@@ -130,11 +130,11 @@ def sharing(schedule: Schedule, costs: Costs, groups: Sequence[tuple[int, ...]])
 
 
 def longest(schedule: Schedule, clock: SimulatedTimes, share: float) -> frozenset[tuple[int, int]]:
-    """Return the (stage, microbatch or slice) held longest between forward and backward.
+    """Return each (stage, microbatch or slice) held longest between forward and backward.
 
     Args:
         clock: start and end of each step of the table.
-        share: the fraction of each stage's microbatches to return.
+        share: the fraction of each stage's microbatches or slices to return.
     """
     held: dict[int, list[tuple[float, float, int]]] = {}
     begun: dict[tuple[int, int], float] = {}

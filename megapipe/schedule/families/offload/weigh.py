@@ -130,7 +130,7 @@ def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
 
 
 def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
-    """Return a function that takes choices and returns time and memory of the table under them.
+    """Return a function that takes choices and returns the table's `Weight` under them.
 
     Choices are {(stage, microbatch or slice): offload or recompute}. Other activations are held.
 

@@ -10,8 +10,8 @@ neighbours,
 
 A pair at a time (Q = P) therefore needs warm-ups of neighbouring ranks that differ by two passes.
 If they differ by one, as in 1F1B, pairs run at half that speed. If they are equal, ranks deadlock.
-The rule costs memory (`held_in_pairs`): 2p for 1F1B, p (v+1)/v for v chunks dealt round-robin, and
-p + 1/2 for a V.
+The rule costs memory (`held_in_pairs`), on rank 0: 2p microbatches for 1F1B, p (v+1)/v for v chunks
+dealt round-robin, and p + 1/2 for a V.
 """
 
 from __future__ import annotations
