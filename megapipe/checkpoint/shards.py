@@ -44,7 +44,7 @@ from megapipe.optim.sharded.saved import Saved, SavedShard, allocate, has_memory
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """A writer of safetensors files, whose tensors torch's distributed checkpoint chooses.
+    """A writer of a rank's safetensors files. torch's distributed checkpoint chooses the tensors.
 
     torch calls `write_data` on every rank. Nothing is written then: `keys` are the tensors that
     this rank is to write, and `write_files` writes them later, without torch's collectives.

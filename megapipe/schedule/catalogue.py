@@ -122,7 +122,7 @@ def own_entry(name: str) -> Entry:
 
 
 def is_file(name: str) -> bool:
-    """Return whether a name is a file with a table, which fixes its ranks and microbatches."""
+    """Return whether a name is a .json or .csv file, whose table has its own size."""
     return name.lower().endswith((".json", ".csv"))
 
 

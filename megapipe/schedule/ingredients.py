@@ -77,8 +77,8 @@ class FixedCosts:
     Attributes:
         price: the costs of any table.
         memory: the limit of each rank, or one for all of them; None for no limit.
-        depths: number of modules of multi-token prediction. Tuples of costs have values for these
-            modules last, which are cut off for a table without the modules.
+        depths: number of modules of multi-token prediction. Tuples of costs have the values of
+            these modules at their end, and are cut there for a table without the modules.
     """
 
     price: Costs = UNIT

@@ -61,7 +61,7 @@ class Entry:
         about: a line of description, for lists.
         split: the backward is split into the passes B and W.
         copies: copies of the parameters that the ranks hold together, 2 in DualPipe.
-        searched: a search finds the order under given costs and memory limit, which takes seconds.
+        searched: a search of some seconds finds the order for given costs and memory limit.
         dominated: another schedule takes no longer and holds less, whatever passes cost.
         pairs: the table has overlapped pairs of a forward and a backward.
         choices: for a schedule that takes the fastest of several tables under the costs, such as

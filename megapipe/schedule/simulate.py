@@ -55,7 +55,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the papers' bubble: the longest idle time of a rank within its span."""
+        """Return the papers' bubble as a time: the longest idle time of a rank within its span."""
         return max(map(_left, self.span, self.busy))
 
     @property

@@ -141,7 +141,7 @@ class Joint:
         yield from adopted.items()
 
     def _row(self, replica: int, rank: int) -> Sequence[Step]:
-        """Return a pipeline rank's row. Before a border of the replica all earlier microbatches end."""
+        """Return a pipeline rank's row. Earlier microbatches end before a border of the replica."""
         row = self.table.ranks[rank]
         if not self.positions:
             return row

@@ -201,8 +201,8 @@ class _Merge:
         """Return the passes E of each rank, [rank][chain], in the order in which they will run.
 
         E looks up a rank's rows of a vocabulary that all ranks share. A chain is one copy of the
-        model. The lookups have the order of the forwards of the chain's first stage, which need
-        their results.
+        model. The forwards of a chain's first stage need the results of the lookups, so the lookups
+        have the order of these forwards.
 
         Args:
             schedule: the table without the added passes.

@@ -122,8 +122,8 @@ def compare(
             schedule.
         slices: how to cut microbatches into slices. Adds a row with slices for every schedule in
             `names` that is a name or file, but not for zb-auto. None for no such rows.
-        parts: settings such as offload and sharding, which every schedule gets; None for none. The
-            order of passes in this `Recipe` is ignored.
+        parts: a `Recipe` with the settings that every schedule gets, such as offload and sharding;
+            None for none. The order of passes in it is ignored.
     Raises: ScheduleError for an unknown name.
     """
     chosen = dict.fromkeys([PLAIN, *names])

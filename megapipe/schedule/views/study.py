@@ -158,7 +158,7 @@ def study(
         effort: about the seconds to spend on each search.
         progress: called with the fraction of the work done, 0 to 1, and the next schedule's name.
         slices: how to cut microbatches into slices, for additional rows; None for no such rows.
-        parts: settings such as offload and sharding, which every schedule gets; None for none.
+        parts: the settings that every schedule gets, such as offload and sharding; None for none.
     Raises: ScheduleError for an unknown name.
     """
     # A value that is given twice would be two points at one place of the figure.

@@ -178,7 +178,8 @@ def solve(
         plain: tables without offload and recomputation; the best one is taken.
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
         tries: number of random changes, of one or two choices each, for each of the three best
-            tables. None tries as many as take half a second, which are more with a C compiler.
+            tables. None takes TRIES with a C compiler and FEW_TRIES without one: about half a
+            second.
         seed: the seed of the random changes.
         most: longest makespan of interest, in the time unit of the costs.
     Raises: ScheduleError if no table fits the memory within that makespan.

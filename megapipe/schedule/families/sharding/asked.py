@@ -12,8 +12,8 @@ class Sharding:
     """Settings for sharding gradients (ZeRO-2), or weights too (ZeRO-3), within a table.
 
     A stage's weights are gathered before each run, a sequence of passes of the stage that use them,
-    and dropped after it. `shortest` returns the choice that keeps full weights and gradients for
-    the shortest time, which needs the least memory.
+    and dropped after it. `shortest` returns the choice that needs the least memory, because it
+    keeps full weights and gradients for the shortest time.
 
     Attributes:
         weights: shard the weights too, not only the gradients.
