@@ -4,11 +4,9 @@
 
 Pairs come before the later parts because they consist of F, B, W and BW. A pair may also have the
 pass of a depth of multi-token prediction, so with depths the pairs come after the depths. Offload
-and sharding are chosen together, because both use the same memory. "step" adds G, U, A and V at the
-ends of the rows, "replicas" adds P.
-
-Flags, commands, searches, growing batches and rescheduling make recipes. Nothing else calls a
-transform.
+and sharding are chosen together, because both use the same memory. "step" adds G, U, A and V,
+"replicas" adds P. Flags, commands, searches, growing batches and rescheduling make recipes. Nothing
+else calls a transform.
 """
 
 from __future__ import annotations
@@ -73,8 +71,8 @@ class Recipe:
     """The settings from which a table of passes is made, in the order in which they are applied.
 
     `build` makes the table. A plan computes new costs in between, so it calls `chain`,
-    `with_pairs`, `with_ends` and `finish` in turn. `whole` also adds passes of the whole step.
-    `problems` yields contradictions.
+    `with_pairs`, `with_ends` and `finish` in turn. `terms` gives them the costs and memory limits.
+    `whole` also adds passes of the whole step. `problems` yields contradictions.
 
     Attributes:
         order: a name of the catalogue, a .json or .csv file, or FILE.py:NAME of a function.
@@ -140,6 +138,7 @@ class Recipe:
     def build(self, terms: CostModel) -> Built:
         """Return the table of all fields but `step` and `replicas`; `around` adds their passes.
 
+        `terms` gives the costs and memory limits of each table on the way.
         Raises: Refused, which names the field, or ScheduleError for the order itself.
         """
         chain = self.with_pairs(self.chain(terms), terms)

@@ -264,7 +264,7 @@ def _is_torch(rows: list[list[str]]) -> bool:
 
 
 def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
-    """Return the step of one cell's texts, with kinds named by `letters`; or an error's sentence."""
+    """Return the step of a cell's texts, with kinds named by `letters`; or an error's sentence."""
     step = []
     for text in texts:
         match = _PASS.fullmatch(text.strip())
