@@ -22,7 +22,11 @@ from megapipe.schedule.families.step.reduction import with_reduction
 Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]
 
 
-def trained(mesh: ProcessMesh, *, parallel: dict[str, int], steps: int = 3, style: str, **flags) -> Result:
+NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))  # scripts/nightly.sh trains all; dualpipe reduces in bf16 below
+STEPS = 3 if NIGHTLY else 2  # the second begins with the weights that the first has gathered
+
+
+def trained(mesh: ProcessMesh, *, parallel: dict[str, int], steps: int = STEPS, style: str, **flags) -> Result:
     """Loss, norm and zeros of every step; weights, moments and main weights by key; elements of each moment here."""
     plain = config(STYLES[style], dp=mesh.dp.size, pp=mesh.pp.size, **{"clip_grad": 0.5, **flags})
     training = run_of(
@@ -45,8 +49,6 @@ def trained(mesh: ProcessMesh, *, parallel: dict[str, int], steps: int = 3, styl
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
-
-NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))  # scripts/nightly.sh trains all; dualpipe reduces in bf16 below
 ROUNDED = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
 
 

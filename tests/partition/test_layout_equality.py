@@ -1,5 +1,6 @@
 """Any split under any schedule computes what the unsplit model computes: every loss, every gradient, in float64."""
 
+import os
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
@@ -14,7 +15,7 @@ from megapipe.partition.layout import layout_string
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 
-MICROBATCHES = 8
+MICROBATCHES = 8 if os.environ.get("MEGAPIPE_NIGHTLY") else 4
 OVERRIDES = (
     '{"0": {"ffn_hidden_size": 24}, "1": {"no_attention": true}, "3": {"no_mlp": true, "num_attention_heads": 2}, '
     '"2": {"multi_latent_attention": true, "group_query_attention": false, "kv_lora_rank": 10, "qk_head_dim": 8, '

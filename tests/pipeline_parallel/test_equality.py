@@ -20,7 +20,6 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 from tools.proofs.equivalence import alone, differences, train
 from tools.proofs.equivalence_case import Case, table
 from tools.proofs.fuzz_equivalence import command, draw, read, run
-from tools.proofs.shrink import Fuzzer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,9 +52,10 @@ TIED_RECOMPUTE = [[(True, "none"), (False, "full")], [(True, "full"), (False, "n
 def test_every_schedule_trains_what_one_process_trains(schedule, split, pairs):
     (tp, dp), nth = split
     layouts = [((tp, dp), [pairs[nth]]), *[((1, 1), pairs)] * NIGHTLY]
+    layers = 4 if NIGHTLY or schedule == "1f1b" else 2  # two on each rank, or one on each stage
     for layout, chosen in layouts:
         sizes = dict(zip(("tp", "dp"), layout, strict=True))
-        cases = [case_of(schedule, 2, 4, tied=tied, recompute=how, steps=2, **sizes) for tied, how in chosen]
+        cases = [case_of(schedule, 2, layers, tied=tied, recompute=how, steps=2, **sizes) for tied, how in chosen]
         ranks = run_threads(lambda mesh: [train(mesh, case) for case in cases], pp=2, **sizes, timeout_s=60)  # noqa: B023
         for case, outcomes in zip(cases, zip(*ranks, strict=True), strict=True):
             assert differences(case, outcomes) == []
@@ -217,7 +217,9 @@ def test_a_printed_command_is_the_case():
     assert read(command(case).split("'")[1]) == case
 
 
-def test_drawn_cases():
-    """Two; scripts/nightly.sh draws for half an hour."""
-    fuzzer = Fuzzer("equivalence", draw, run, wanted=lambda case: case.config.world_size <= 4)
-    assert fuzzer.fuzz(2, most=2), fuzzer.found
+@pytest.mark.parametrize("seed", [1, 5])
+def test_a_drawn_case_trains_what_one_process_trains(seed):
+    """scripts/nightly.sh draws for half an hour."""
+    case = draw(Random(seed))
+    assert case.config.world_size > 1
+    assert run(case) == []

@@ -20,7 +20,7 @@ from megapipe.training.hooks import NONE, Hooks
 from megapipe.training.pretrain import Training
 
 STEPS = 20
-SPLIT_STEPS = STEPS if os.environ.get("MEGAPIPE_NIGHTLY") else 5
+SPLIT_STEPS = STEPS if os.environ.get("MEGAPIPE_NIGHTLY") else 3
 """Of ranks, whose numbers are compared with one process's: scripts/nightly.sh goes on to the last."""
 
 
