@@ -111,6 +111,7 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
     Yields: (this rank's mesh, the plan). If the order of passes is searched, the plan is rank 0's.
     """
     config = launch.config
+    frozen = gc.get_freeze_count()
     if config.precision.deterministic_mode:
         be_deterministic()
     device = pick_device(config.parallel)
@@ -136,9 +137,11 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
             yield mesh, plan
     finally:
         mesh.close()
-        # `train` has frozen the collector, and --manual-gc has disabled it.
+        # --manual-gc has disabled the collector.
         gc.enable()
-        gc.unfreeze()
+        # `train` has frozen the parts of the run. Without training, what the caller froze stays.
+        if gc.get_freeze_count() != frozen:
+            gc.unfreeze()
         # The parts of a run refer to each other. Collecting them ends the data's threads and files.
         gc.collect()
 
