@@ -125,7 +125,7 @@ def refuse_to_overwrite(root: Path, after: int) -> None:
     Args:
         root: the folder of --save.
         after: the iteration from which the run starts.
-    Raises: CheckpointError that names them.
+    Raises: CheckpointError that names the later iterations.
     """
     # Later iterations than the pointer's were never announced: a save was cut off before it, or a
     # user moved the pointer back to go on from there.

@@ -28,9 +28,9 @@ def saved_config(folder: Path) -> Config:
     """Return the flags of the run that wrote a checkpoint.
 
     A flag that the checkpoint lacks, such as one of an older version, has its default. A field that
-    this version does not know is left out. `model_provider` is None, because no
-    checkpoint may name code to run. Layers and attention are of plain torch, because the kernels of
-    the run may not be here.
+    this version does not know is left out. `model_provider` is None, because no checkpoint may name
+    code to run. Layers and attention are of plain torch, because the kernels of the run may not be
+    here.
 
     Raises: CheckpointError if state.json cannot be read, was changed, or has values that no flag
         takes.

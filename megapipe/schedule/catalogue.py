@@ -122,7 +122,7 @@ def own_entry(name: str) -> Entry:
 
 
 def is_file(name: str) -> bool:
-    """Return whether a name is a .json or .csv file, whose table has its own size."""
+    """Return whether a name is a .json or .csv file, whose table fixes ranks and microbatches."""
     return name.lower().endswith((".json", ".csv"))
 
 

@@ -167,8 +167,8 @@ def closed_prefix(schedule: Schedule) -> list[int]:
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
     """Choose `n` microbatches (or slices) of every window. Return the chosen ones for each stage.
 
-    The forwards of a stage are divided into windows, each as long as the stage has microbatches in
-    flight at most. The first n of each window are chosen, as Megatron-LM does with
+    The forwards of a stage are divided into windows, each of as many microbatches as the stage has
+    in flight at most. The first n of each window are chosen, as Megatron-LM does with
     max_outstanding_backprops. With 3 in flight and n = 1, of microbatches 0 to 5 these are 0 and 3.
     Slices are numbered through all microbatches: of 4 slices each, slice 1 of microbatch 2 is
     number 9.

@@ -51,8 +51,7 @@ class CostModel(Protocol):
 
     `costs` returns times and memory of a table's stages. `room` returns the memory limits of its
     ranks, or None for no limits. Both depend on the table: a plan computes costs and limits from
-    the layers that it puts on the stages.
-    `FixedCosts` returns the same values for every table.
+    the layers that it puts on the stages. `FixedCosts` returns the same values for every table.
     """
 
     def costs(self, table: Schedule) -> Costs:

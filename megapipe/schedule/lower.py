@@ -124,7 +124,7 @@ def lower_timed(schedule: Schedule, clock: SimulatedTimes) -> tuple[Program, ...
 
 
 def most_in_flight(schedule: Schedule, clock: SimulatedTimes) -> tuple[int, ...]:
-    """Return, for each rank, the most messages it has sent that no receiver has taken yet.
+    """Return, for each rank, the most messages at one time that it has sent and nobody has taken.
 
     Args:
         clock: start and end of every step, from `run_clock`.

@@ -139,6 +139,7 @@ class Recipe:
         """Return the table of all fields but `step` and `replicas`; `around` adds their passes.
 
         `terms` gives the costs and memory limits of each table on the way.
+
         Raises: Refused, which names the field, or ScheduleError for the order itself.
         """
         chain = self.with_pairs(self.chain(terms), terms)

@@ -229,7 +229,7 @@ class Copies:
 
     @property
     def reached(self) -> int:
-        """The last step that this rank has trained, also before a restart; 0 if it lost that."""
+        """The last step that this rank has trained, also before a restart; 0 if memory was lost."""
         return max(pair[0].reached for pair in self._slots.values())
 
     def load(self, generation: int, slot: int) -> dict[str, Any]:

@@ -141,7 +141,10 @@ class Joint:
         yield from adopted.items()
 
     def _row(self, replica: int, rank: int) -> Sequence[Step]:
-        """Return a pipeline rank's row. Earlier microbatches end before a border of the replica."""
+        """Return a rank's row, in which earlier microbatches end before each border of its replica.
+
+        Without blocks there are no borders.
+        """
         row = self.table.ranks[rank]
         if not self.positions:
             return row

@@ -180,7 +180,10 @@ def _by_time(
     waits = [list(map(inputs, steps)) for _, steps in queues]
 
     def start(queue: int) -> float | None:
-        """Return when the next step of a queue can start; None while its inputs are missing."""
+        """Return when the next step of a queue can start; None if it cannot start yet.
+
+        It cannot without its inputs, memory, or the step of the other queue that its gate names.
+        """
         rank, steps = queues[queue]
         if at[queue] == len(steps) or not room.fits(queue, at):
             return None

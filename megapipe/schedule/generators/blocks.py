@@ -129,7 +129,7 @@ def _patterns(
 
 
 def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[Step, ...], ...]:
-    """Return each rank's steps: in each slot it runs the first pass of its block that can run.
+    """Return each rank's steps: in each slot the rank runs the first pass of its block that can.
 
     A slot is the time of one pass. Where neither F nor B can run, the rank runs a pending W. A
     stage holds no more microbatches than in the repeated block. Of the memory for both stages, the

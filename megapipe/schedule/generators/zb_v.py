@@ -14,8 +14,8 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
 
     Rank 0 has both ends of the model, so its first B follows the last F of its microbatch directly.
     The paper's order needs 2p-1 microbatches. With fewer, the passes of the missing ones are left
-    out of that order.
-    Here [i] is B and (i) is W of microbatch i, with a prime on the stage on the way up the V:
+    out of that order. Here [i] is B and (i) is W of microbatch i, with a prime on the stage on the
+    way up the V:
 
         rank 0  0   1   2   0' [0'](0') 1' [1'](1')[0] (0)  2' [2'](2')[1] (1) [2] (2)
         rank 1      0   0'  1   1' [0'](0') 2  [0] (0)  2' [1'](1')[1] [2'][2] (1) (2')(2)

@@ -43,8 +43,7 @@ class Slow(NamedTuple):
     Attributes:
         name: the stage or link in words, such as "link 0->1".
         text: the sentence to print.
-        cost: the fraction of a step, 0 to 1, that the slowness costs; None if there is none any
-            more.
+        cost: the fraction of a step, 0 to 1, that the slowness costs; None if it is slow no longer.
     """
 
     name: str

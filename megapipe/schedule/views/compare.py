@@ -104,7 +104,7 @@ def compare(
     slices: Cutting | None = None,
     parts: Recipe | None = None,
 ) -> list[Row | Refusal]:
-    """Return a `Row` for each schedule, or several, such as one for each number of stages per rank.
+    """Return one or more `Row` of each schedule, such as one for each number of stages per rank.
 
     A schedule that does not exist for these numbers has a `Refusal` that says why.
 

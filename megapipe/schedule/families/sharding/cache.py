@@ -24,8 +24,8 @@ class Stay:
     Attributes:
         stage: the number of the stage.
         first, last: indices in the row of the steps with its first and last use.
-        room: index of the step after which there is memory for them, because another stage was
-            dropped; -1 for the start of the row.
+        room: index of the step after which this stage has room, because another stage was dropped;
+            -1 for the start of the row.
     """
 
     stage: int

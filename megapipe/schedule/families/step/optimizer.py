@@ -75,7 +75,7 @@ def with_gather(schedule: Schedule) -> Schedule:
 
 
 def _gathers(schedule: Schedule) -> list[list[Pass]]:
-    """Return the passes A of each rank in the order of its stages in the model.
+    """Return each rank's passes A (gather updated weights), in the order of stages in the model.
 
     Forwards need the weights in this order. Replicas of stages on different ranks come in the same
     order.

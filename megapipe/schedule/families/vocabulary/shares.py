@@ -70,7 +70,7 @@ def _refuse_apart(name: str, place: Placement) -> None:
 
 
 def all_shared(schedule: Schedule) -> Iterator[Pass]:
-    """Yield the passes E, S, C, T and EW of all microbatches for a table's placement.
+    """Yield the passes of a vocabulary that all ranks share (E, S, C, T, EW), for all microbatches.
 
     Raises: ScheduleError if a rank has no stage in some copy of the model.
     """
