@@ -131,9 +131,11 @@ for name, body in {
 def said() -> dict[str, str]:
     """Return what each of the programs below prints; one process runs them, as each would import torch anew.
 
-    The first is that of memory, whose blocks nobody has used before.
+    The first uses no memory, and looks up operations that nobody has looked up before. The second is that of memory,
+    whose blocks nobody has used before.
     """
-    programs = {"memory": MEMORY, "program": PROGRAM, "locks": LOCKS, "lengths": LENGTHS}
+    programs = {"look ups": LOOK_UPS, "memory": MEMORY, "program": PROGRAM, "locks": LOCKS, "lengths": LENGTHS}
+    programs |= {"failed": FAILED, "in turn": IN_TURN}
     texts = run("-c", "\nprint('----')\n".join(programs.values())).split("----\n")
     return dict(zip(programs, texts, strict=True))
 
@@ -274,13 +276,14 @@ print(*("{}{}{}".format(*choices[0]) for choices in keys(flags)))
 """
 
 
-def test_features_take_turns_over_schedules_and_sizes() -> None:
+def test_features_take_turns_over_schedules_and_sizes(said: dict[str, str]) -> None:
     """Three ranks do not divide 32 rows of the vocabulary, and 8 ranks leave no devices for a second replica."""
-    said = "a2vocabulary b2messages a3sums b3messages a4sums b4vocabulary a8messages b8vocabulary\n"
-    assert run("-c", IN_TURN) == said
+    in_turn = "a2vocabulary b2messages a3sums b3messages a4sums b4vocabulary a8messages b8vocabulary\n"
+    assert said["in turn"] == in_turn
 
 
 LOOK_UPS = """
+import tools.proofs.gpu.emulated
 import sys, threading, torch
 from tools.proofs.gpu.captured import Noting
 
@@ -305,9 +308,9 @@ print(sum(len({id(x) for own in found for x in own[name]}) > 2 for name in names
 """
 
 
-def test_threads_that_look_up_an_operation_first_find_one_object() -> None:
+def test_threads_that_look_up_an_operation_first_find_one_object(said: dict[str, str]) -> None:
     """torch keeps a borrowed pointer to it. Without turns 5 ranks that captured graphs ended in a freed object."""
-    assert run("-c", LOOK_UPS) == "0 twice\n"
+    assert said["look ups"] == "0 twice\n"
 
 
 FAILED = """
@@ -328,8 +331,8 @@ with running() as lib:
 """
 
 
-def test_what_a_failed_run_frees_later_is_no_fault_of_the_next() -> None:
-    assert run("-c", FAILED) == "0 faults\n"
+def test_what_a_failed_run_frees_later_is_no_fault_of_the_next(said: dict[str, str]) -> None:
+    assert said["failed"] == "0 faults\n"
 
 
 PROCESSES = """

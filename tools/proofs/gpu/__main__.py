@@ -1,7 +1,8 @@
 """Record and judge the calls of GPU code, on a CUDA device that does not exist: `python -m
 tools.proofs.gpu [COMMANDS]`.
 
-roofline (or nothing): the time of a step on an H100 by its kernels, see roofline.py.
+roofline (or nothing): the time of a step on an H100 by its kernels, see roofline.py; --json: as
+JSON.
 orders: does any order of messages hang over NCCL, see orders.py.
 waits: how often the host waits for its device in a step.
 pairs: what pairs of passes hide of experts' all-to-alls, see pairs.py.
@@ -34,10 +35,11 @@ def main() -> None:
         tables.modes()
     if "pairs" in asked:
         pairs.main()
+    others = {"waits", "launches", "modes", "pairs", "orders"}
+    if "roofline" in asked or not others & set(asked):
+        roofline.main("--json" in asked)
     if "orders" in asked:
         sys.exit(orders.main(asked))
-    if not {"waits", "launches", "modes", "pairs"} & set(asked):
-        roofline.main("--json" in asked)
 
 
 if __name__ == "__main__":
