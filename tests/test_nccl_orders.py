@@ -135,30 +135,26 @@ def test_a_start_warns_of_batched_messages_where_ranks_have_several_stages(name,
     assert not said or said.startswith(f"WARNING: {flag} sends the messages of an exchange as one, which holds up")
 
 
-STEPS = (
-    "dualpipe pp 2 experts paired zero-1,zb-v pp 2 slices dp,1f1b pp 2 depths,zb-v pp 2 copies dp,"
-    "1f1b pp 2 vocabulary tp"
-)
+STEPS = "dualpipe pp 2 experts paired zero-1,zb-v pp 2 copies dp,1f1b pp 2 vocabulary tp"
+"""scripts/nightly.sh has every axis under every schedule."""
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the fake device is compiled")
-def test_on_a_device_that_is_not_there_no_whole_step_hangs_and_the_host_waits_once_in_each():
-    """Once more for each layer and microbatch whose rows go to experts elsewhere, as many as routers chose."""
-    command = [
-        sys.executable,
-        "-m",
-        "tools.proofs.gpu",
-        "waits",
-        "launches",
-        "orders",
-        "steps",
-        "--quick",
-        "--only",
-        STEPS,
-    ]
+@pytest.fixture(scope="module")
+def judged():
+    """Return the lines of all that is judged on a device that is not there: one process, as each imports torch anew."""
+    if shutil.which("g++") is None:
+        pytest.skip("the fake device is compiled")
+    asked = ["waits", "launches", "orders", "steps", "--quick", "--only", STEPS, "roofline", "--json"]
+    command = [sys.executable, "-m", "tools.proofs.gpu", *asked]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    counts, launches, said = ran.stdout.splitlines()
-    assert said.startswith("steps: 5 cases, 0 fail;"), ran.stderr
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_on_a_device_that_is_not_there_no_whole_step_hangs_and_the_host_waits_once_in_each(judged):
+    """Once more for each layer and microbatch whose rows go to experts elsewhere, as many as routers chose."""
+    counts, launches, said, _ = judged
+    assert said.startswith("steps: 3 cases, 0 fail;")
     *dense, elsewhere, paired, fixed, graphs, late = json.loads(counts).values()
     assert dense == [{"copy_": 1}] * 7  # tables with every kind of pass; the totals of the step are read
     assert elsewhere == {"copy_": 1 + 2 * 2}
@@ -167,10 +163,23 @@ def test_on_a_device_that_is_not_there_no_whole_step_hangs_and_the_host_waits_on
     assert graphs == {"copy_": 1}
     assert late == {"copy_": 1, "synchronize": 1}  # the number of iterations since the last line was 1
     launched, replayed = json.loads(launches)
-    # F, B and W of 8 microbatches; beside them copies to and from the buffers, the loss and the update.
-    assert replayed["graphs"] == 24
+    # F, B and W of 4 microbatches; beside them copies to and from the buffers, the loss and the update.
+    assert replayed["graphs"] == 12
     assert replayed["kernels"] + replayed["graphs"] < launched["kernels"] / 6
     assert (replayed["loss"], replayed["norm"]) == (launched["loss"], launched["norm"])
+
+
+def test_a_layer_is_at_most_thirty_kernels_and_a_step_above_half_of_the_peak(judged):
+    """73 kernels and 36% of an H100's peak before, by the same rates; a review counted them with a tool of its own."""
+    small, large, sparse = json.loads(judged[-1])
+    for row in small, large:
+        assert row["kernels of a layer"] <= 30
+        assert row["bytes of a layer over the least"] < 1.3
+    assert small["step MFU"] > 0.52
+    assert large["layer MFU"] > 0.60
+    assert sparse["kernels of a layer"] <= 80  # 77 of which 40 are a router's choice and its order, small ones
+    assert sparse["bytes of a layer over the least"] < 1.35
+    assert sparse["layer MFU"] > 0.45
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])

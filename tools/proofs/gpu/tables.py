@@ -48,13 +48,13 @@ def waits() -> None:
 
 
 STAGE = (
-    "--pipeline-schedule zb-h1 --global-batch-size 8 --num-layers 8 --swiglu "
+    "--pipeline-schedule zb-h1 --global-batch-size 4 --num-layers 8 --swiglu "
     "--normalization RMSNorm "
 )
 
 
 def launches() -> None:
-    """Print the launches of a host in a step of 8 microbatches of 8 layers, without graphs and with
+    """Print the launches of a host in a step of 4 microbatches of 8 layers, without graphs and with
     them, as JSON.
     """
     print(json.dumps([started_kernels(STAGE + given) for given in ("", GRAPHS)]), flush=True)
