@@ -120,7 +120,7 @@ def test_the_files_written_in_the_docs_load(tmp_path):
 
 def refused_in_slices(name: str) -> bool:
     """Are backwards of the schedule left to wait for slices that come after them, at some size?"""
-    for (p, n), more in product([(4, 2), (4, 3), (4, 4), (8, 2), (8, 3)], (0, 1)):
+    for (p, n), more in product([(4, 2), (4, 3), (8, 2)], (0, 1)):
         try:
             in_slices(name, p, p + more, Costs(), cutting=Cutting(n, "work")).build(FixedCosts())
         except ScheduleError as error:
@@ -138,7 +138,7 @@ def test_the_docs_name_the_schedules_that_some_numbers_of_slices_are_refused_for
 def test_memory_of_interleaved_is_as_documented_where_p_divides_m_and_where_not(name, least):
     section = DOC.split(f"### {name}\n")[1].split("\n##")[0]
     formula = re.search(r"up\s+to\s+(\S+) more", section)[1].replace(")(", ")*(")
-    for p, v in product((2, 3, 4, 8), (2, 3, 4)):
+    for p, v in product((2, 3, 5), (2, 3, 4)):
         bound = eval(least, {"p": p, "v": v})
         peaks = {m: max(simulate(build(name, p, m, chunks=v)).peak) for m in range(p + 1, 3 * p + 1)}
         assert [peaks[m] for m in (2 * p, 3 * p)] == pytest.approx([bound, bound])

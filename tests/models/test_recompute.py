@@ -139,7 +139,7 @@ def test_hooks_around_see_what_is_kept_and_no_view_of_the_result_is(view):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "v-min", "dualpipe"])
 def test_of_the_microbatches_in_flight_some_keep_their_activations(name, monkeypatch):
     """The others compute their layers a second time; the numbers are the same."""
-    schedule, calls, forward = build(name, 2, 8), [], TransformerLayer.forward
+    schedule, calls, forward = build(name, 2, 4), [], TransformerLayer.forward
     monkeypatch.setattr(TransformerLayer, "forward", lambda self, x: (calls.append(self.layer), forward(self, x))[1])
 
     def run(**settings):

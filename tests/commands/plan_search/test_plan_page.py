@@ -121,7 +121,7 @@ def test_the_memory_of_a_host_is_that_of_a_check_for_each_rank_of_its_node(capsy
 
 def test_plans_whose_save_has_no_room_on_a_host_are_left_out_and_the_page_says_why(capsys, tmp_path):
     """The first plan of Mixtral on 64 devices asked 541 GiB of each rank for a save, 4.2 TiB of a host."""
-    line = "--global-batch-size 8 --world-size 4 --pipeline-model-parallel-size 4"
+    line = "--global-batch-size 8 --world-size 4 --pipeline-model-parallel-size 4 --among micro=1"
     before, _ = run_search(line, capsys, tmp_path)
     needs = sorted({4 * at_once(x) for x in before})
     limit = (needs[0] + needs[-1]) / 2
@@ -167,7 +167,7 @@ def test_your_plan_that_has_no_room_is_not_called_faster_without_a_word(capsys, 
 
 @pytest.mark.parametrize(("reserved", "least"), [("", 0.9), ("--reserved-gib 0", 1.0)])
 def test_a_tenth_of_a_device_stays_free_unless_less_is_asked_for(reserved, least, capsys, tmp_path):
-    line = f"--global-batch-size 8 --world-size 2 --memory-gib 0.0042 {reserved}"
+    line = f"--global-batch-size 8 --world-size 2 --memory-gib 0.0042 --among micro=1 {reserved}"
     best, said = run_search(line, capsys, tmp_path)
     room = 0.0042 * least
     assert max(x["peak_bytes"] for x in best) <= room * GIB
@@ -293,7 +293,7 @@ def test_a_page_of_one_plan_does_not_speak_of_all_of_these():
 
 def test_where_the_host_alone_is_short_the_page_says_which_plans_fit_the_devices(capsys, tmp_path):
     """The least plan of memory was shown, of a layout that does not fit the device either."""
-    line = "--global-batch-size 8 --world-size 2 --memory-gib 1"
+    line = "--global-batch-size 8 --world-size 2 --memory-gib 1 --among micro=1"
     best, roomy = run_search(line, capsys, tmp_path)
     short, said = run_search(f"{line} --host-memory-gib 0.002", capsys, tmp_path)
     assert not short

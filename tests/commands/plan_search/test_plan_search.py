@@ -18,6 +18,7 @@ from small_searches import MODEL, SLOW, found_by, run_search
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main
 from megapipe.commands.plan.pasted import flags_of, pasted
+from megapipe.commands.plan.search.asked import SearchRestrictions
 from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
@@ -178,18 +179,17 @@ def test_a_line_that_says_what_to_compute_again_is_searched_like_any_other(flags
 
 def test_layouts_of_a_model_with_depths_are_found():
     """The tables that a search tries had no depths, while its costs did: it ended in a ValueError."""
-    found = found_by("--global-batch-size 8 --mtp-num-layers 4", 2)
-    assert any(x.config.parallel.pipeline_model_parallel_size == 2 for x in found.best.values())
+    found = found_by("--global-batch-size 8 --mtp-num-layers 4", 2, pp="2")
+    assert found.best
 
 
 @pytest.mark.parametrize("depths", [0, 1])
 def test_layers_that_no_number_of_stages_divides_are_split_as_a_run_splits_them(depths):
     """DeepSeek-V3 has 61 layers: a search saw no pipeline for it."""
     own = f"--num-layers 5 --mtp-num-layers {depths} --global-batch-size 8"
-    found = found_by(own, 2)
-    piped = [x for x in found.best.values() if x.config.parallel.pipeline_model_parallel_size == 2]
+    piped = found_by(own, 2, pp="2").best
     assert piped
-    for x in piped[:2]:
+    for x in [*piped.values()][:2]:
         pasted = parse(Config, [*MODEL.split(), *own.split(), *flags_of(x.config)])
         model = replace(pasted.model, padded_vocab_size=pasted.model.padded_vocab(1000))
         assert make_plan(replace(pasted, model=model, world_size=2)).counts == x.plan.counts
@@ -198,7 +198,15 @@ def test_layers_that_no_number_of_stages_divides_are_split_as_a_run_splits_them(
 def test_a_first_plan_is_known_before_the_plans_are_counted():
     config = parse(Config, [*MODEL.split(), "--global-batch-size", "8"])
     told: list[tuple[int, int, float | None]] = []
-    found = search(config, 4, Machine(GIB), SLOW, 1000, lambda *said: told.append(said))
+    found = search(
+        config,
+        4,
+        Machine(GIB),
+        SLOW,
+        1000,
+        lambda *said: told.append(said),
+        asked=SearchRestrictions(without=frozenset(["zb-auto"])),
+    )
     (done, among, step), *others = told
     assert (done, among) == (1, 0)
     assert all(among for _, among, *_ in others)
@@ -260,7 +268,7 @@ def test_the_users_overlap_of_gradient_sums_stays_and_is_taken_where_it_shortens
     """It was dropped from every plan, so that shards seemed to beat ZeRO-1 by sums that a run hides."""
     rates = tmp_path / "rates.json"
     rates.write_text(json.dumps({"flops": 1e11, "inside": 1e9, "outside": 1e9, "overhead": 1e-6, "latency": 1e-6}))
-    line = f"--global-batch-size 16 --world-size 4 --rates {rates} --among sharding=no pp=1,2"
+    line = f"--global-batch-size 16 --world-size 4 --rates {rates} --among sharding=no tp=1 pp=1,2"
     own = ["--overlap-grad-reduce", "--ddp-num-buckets", "2"]
     zero = f"{line} --use-distributed-optimizer"
     plain, _ = run_search(line, capsys, tmp_path, "zb-auto hiding")
