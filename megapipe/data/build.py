@@ -328,17 +328,18 @@ def _build_member(
         # Linux grants more memory than it has and later kills the process, so refuse it here.
         if wanted is not None and wanted * _BYTES > physical_bytes:
             raise MemoryError
-        arrays = cached(
-            config.data.data_cache_path,
-            key,
-            lambda: build_indices(source.lengths, sequences, seq_length, wanted, seed),
-        )
+        build = partial(build_indices, source.lengths, sequences, seq_length, wanted, seed)
+        if config.data.data_cache_path is None:
+            indices = build()
+        else:
+            arrays = cached(config.data.data_cache_path, key, lambda: build().arrays())
+            indices = SampleIndices(*arrays)
     except (MemoryError, OverflowError):
         raise DataError(
             f"--data-path {source.prefix}: an index of {wanted:,} samples does not fit in memory. "
             "The number follows from --train-iters or --train-samples; give a smaller one."
         ) from None
-    return GPTDataset(source, SampleIndices(*arrays), seq_length, vocab_size, sequences)
+    return GPTDataset(source, indices, seq_length, vocab_size, sequences)
 
 
 def _digest(lengths: NDArray[np.int32]) -> str:

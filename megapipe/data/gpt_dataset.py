@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,8 +54,58 @@ class TokenDataset(Protocol):
     def __getitem__(self, sample: int) -> Item: ...
 
 
+@dataclass(frozen=True)
+class SampleStarts:
+    """The first token of each sample: rows of Megatron's sample index, each made when it is read.
+
+    Sample j begins at token j * seq_length of all documents back to back. A run on mock data reads
+    a few of millions of rows, and would wait seconds for all of them.
+
+    Attributes:
+        lengths: [documents] tokens of each document in reading order.
+        samples: number of samples.
+        seq_length: tokens of a sample, without the last label.
+    """
+
+    lengths: NDArray[np.int32]
+    samples: int
+    seq_length: int
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """The number of tokens up to the end of each document."""
+        return np.cumsum(self.lengths, dtype=np.int64)
+
+    def __getitem__(self, rows: slice) -> NDArray[Any]:
+        """Return rows of `array()`; the slice has no step."""
+        start, stop, _ = rows.indices(self.samples + 1)
+        tokens = np.arange(start, stop, dtype=np.int64) * self.seq_length
+        # The first document that ends after the token, so never an empty one.
+        documents = np.searchsorted(self._ends, tokens, side="right")
+        offsets = tokens - (self._ends[documents] - self.lengths[documents])
+        # Megatron's loop skips empty documents too, but not before its first step.
+        documents[tokens == 0] = 0
+        return np.stack((documents, offsets), -1).astype(self._type)
+
+    @property
+    def _type(self) -> type[np.integer[Any]]:
+        return np.int32 if len(self.lengths) <= np.iinfo(np.int32).max else np.int64
+
+    def array(self) -> NDArray[Any]:
+        """Return all rows, [samples + 1, 2]: position in the document index, and token offset."""
+        ends = self._ends
+        # The number of samples that begin in each document: none in an empty one.
+        begin = np.diff(-(-ends // self.seq_length), prepend=0)
+        index = np.empty((self.samples + 1, 2), self._type)
+        index[:, 0] = np.repeat(np.arange(len(self.lengths), dtype=index.dtype), begin)
+        first_tokens = np.arange(self.samples + 1, dtype=np.int64) * self.seq_length
+        index[:, 1] = first_tokens - np.repeat(ends - self.lengths, begin)
+        index[0, 0] = 0
+        return index
+
+
 class SampleIndices(NamedTuple):
-    """The three arrays that define the samples of a source.
+    """The three indices that define the samples of a source.
 
     Attributes:
         documents: [epochs x sequences] int32, sequence ids in reading order.
@@ -63,8 +114,15 @@ class SampleIndices(NamedTuple):
     """
 
     documents: NDArray[Any]
-    samples: NDArray[Any]
+    samples: NDArray[Any] | SampleStarts
     shuffle: NDArray[Any]
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return the three as arrays, for a file."""
+        samples = self.samples
+        if isinstance(samples, SampleStarts):
+            samples = samples.array()
+        return [self.documents, samples, self.shuffle]
 
 
 def build_indices(
@@ -114,7 +172,7 @@ def build_indices(
     narrow: type[np.integer[Any]] = np.uint32 if fits_uint32 else np.int64
     shuffle = np.arange(samples, dtype=narrow)
     _shuffle(shuffle, samples_cut, random)
-    return SampleIndices(documents, _sample_index(lengths[documents], samples, seq_length), shuffle)
+    return SampleIndices(documents, SampleStarts(lengths[documents], samples, seq_length), shuffle)
 
 
 def _shuffle(values: NDArray[Any], cut: int, random: np.random.RandomState) -> None:
@@ -127,31 +185,6 @@ def _shuffle(values: NDArray[Any], cut: int, random: np.random.RandomState) -> N
     """
     random.shuffle(values[:cut])
     random.shuffle(values[cut:])
-
-
-def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> NDArray[Any]:
-    """Return [samples + 1, 2]: for each sample's first token, its document and offset there.
-
-    A document is given by its position in `lengths`. Sample j begins at token j * seq_length of all
-    documents back to back.
-
-    Args:
-        lengths: [documents] tokens of each document in reading order.
-        samples: number of samples.
-        seq_length: tokens of a sample, without the last label.
-    """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    # The number of samples that begin in each document: none in an empty one. Megatron's loop skips
-    # empty documents too, but not before its first step, so row 0 is always document 0 (see below).
-    begin = np.diff(-(-ends // seq_length), prepend=0)
-    fits_int32 = len(lengths) <= np.iinfo(np.int32).max
-    narrow: type[np.integer[Any]] = np.int32 if fits_int32 else np.int64
-    index = np.empty((samples + 1, 2), narrow)
-    index[:, 0] = np.repeat(np.arange(len(lengths), dtype=index.dtype), begin)
-    first_tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
-    index[:, 1] = first_tokens - np.repeat(ends - lengths, begin)
-    index[0, 0] = 0
-    return index
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,8 @@ def test_mock_data_is_split_in_thirds() -> None:
     indices = build_indices(mock.lengths, np.arange(33333, 66667), 1000, 6, 1234)
     assert valid is not None
     assert len(valid) == len(indices.shuffle)
-    position, offset = indices.samples[indices.shuffle[0]].tolist()
+    first = int(indices.shuffle[0])
+    ((position, offset),) = indices.samples[first : first + 1].tolist()
     assert valid[0][0] == mock[int(indices.documents[position])][offset]
 
 

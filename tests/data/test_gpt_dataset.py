@@ -46,8 +46,9 @@ def test_indices_equal_megatrons(num_samples: int | None) -> None:
     assert " ".join(map(str, built.documents)) == documents
     assert " ".join(map(str, built.shuffle)) == shuffle
     if samples is not None:
-        assert [tuple(row) for row in built.samples.tolist()] == samples
-    assert (built.documents.dtype, built.samples.dtype, built.shuffle.dtype) == (np.int32, np.int32, np.uint32)
+        assert [tuple(row) for row in built.samples[:].tolist()] == samples
+    assert [array.dtype for array in built.arrays()] == [np.int32, np.int32, np.uint32]
+    assert built.samples[1:3].dtype == np.int32
 
 
 def test_items_equal_megatrons(golden: str) -> None:
@@ -84,7 +85,10 @@ def test_indices_equal_a_walk_over_the_documents(lengths: list[int], s: int, wan
     assert sorted(built.documents.tolist()) == sorted(list(range(len(lengths))) * epochs)
     assert sorted(built.shuffle.tolist()) == list(range(samples))
     assert samples >= (wanted or 0)
-    assert [tuple(r) for r in built.samples.tolist()] == walk([lengths[d] for d in built.documents], samples, s)
+    rows = walk([lengths[d] for d in built.documents], samples, s)
+    assert [tuple(row) for row in built.arrays()[1].tolist()] == rows
+    # Each row by itself, too, as an item of a run without a cache reads it.
+    assert [tuple(built.samples[j : j + 1][0].tolist()) for j in range(samples + 1)] == rows
 
 
 @given(st.lists(st.lists(st.integers(1, 99), max_size=6), min_size=1, max_size=6).filter(any), st.integers(2, 5))
@@ -121,7 +125,7 @@ def test_mock_documents_count_up_and_end_with_eod() -> None:
 
 
 def test_cached_indices_are_mapped_and_not_built_again(tmp_path: Path) -> None:
-    built = build_indices(LENGTHS, np.arange(5), 4, 6, 1234)
+    built = build_indices(LENGTHS, np.arange(5), 4, 6, 1234).arrays()
     first = cached(str(tmp_path / "cache"), {"a": 1}, lambda: built)
     again = cached(str(tmp_path / "cache"), {"a": 1}, lambda: pytest.fail("built twice"))
     for arrays in (first, again):
