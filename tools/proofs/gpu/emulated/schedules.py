@@ -15,7 +15,6 @@ import json
 import math
 import os
 import sys
-import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -53,19 +52,22 @@ Key = tuple[str, int, str]
 
 @dataclass
 class Waits:
-    """Waits of the host within steps, by the thread of the rank and what it waits for."""
+    """Waits of the host within steps, by the rank's device and what it waits for.
+
+    A pass of a pair runs in a second thread of its rank, on the same device.
+    """
 
     inside: set[int] = field(default_factory=set)
     counts: dict[int, Counter[str]] = field(default_factory=dict)
 
     def hear(self, why: str) -> None:
-        """Count one, if the calling thread is in a step."""
-        thread = threading.get_ident()
-        if thread in self.inside:
+        """Count one, if the rank of the calling thread is in a step."""
+        device = torch.cuda.current_device()
+        if device in self.inside:
             lines = traceback.extract_stack()
             own = [line for line in lines if "/megapipe/" in line.filename]
             where = f"{own[-1].filename.rpartition('/megapipe/')[2]}:{own[-1].lineno}"
-            self.counts.setdefault(thread, Counter())[f"{why} at {where}"] += 1
+            self.counts.setdefault(device, Counter())[f"{why} at {where}"] += 1
 
     def watch(self, training: Training) -> None:
         """Count in the steps of a training."""
@@ -73,11 +75,11 @@ class Waits:
 
         def counted(number: int) -> Any:
             if number > 0:  # the first also agrees on the names of the losses
-                self.inside.add(threading.get_ident())
+                self.inside.add(torch.cuda.current_device())
             try:
                 return step(number)
             finally:
-                self.inside.discard(threading.get_ident())
+                self.inside.discard(torch.cuda.current_device())
 
         training.step = counted  # type: ignore[method-assign]
 
