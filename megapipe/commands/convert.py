@@ -95,8 +95,8 @@ class Flags:
     to_megatron: str | None = None
     """New folder to export to, for Megatron-LM's --load."""
     ckpt_format: Literal["torch_dist", "torch"] = "torch_dist"
-    """Format of an export to Megatron-LM: torch has a file for each of its ranks, and its loader
-    cuts none of them."""
+    """Format of an export to Megatron-LM: torch has a file for each rank of the run that loads it,
+    and suits only the target sizes."""
     target_tensor_parallel_size: int = 1
     """Ranks of tensor parallelism of --ckpt-format torch."""
     target_pipeline_parallel_size: int = 1

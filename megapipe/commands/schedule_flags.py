@@ -89,8 +89,8 @@ _OF_COSTS = (
     "message; overhead of every pass; or a .json with them, also by stage and by link"
 )
 _MEMORY = (
-    "most activation of a rank; 1F1B peaks at P (default: no limit; with --pairs: what these ask "
-    "for)"
+    "most activation of a rank; 1F1B peaks at P (default: no limit; with --pairs: what the pairs "
+    "need)"
 )
 _PAIRS = "run passes together so that the communication of one hides"
 _WRITTEN = "write {} instead of drawing; without FILE it alone is printed"
@@ -124,7 +124,7 @@ TABLE = (
         "--comm-share",
         given.share,
         "Q",
-        "part of each pass that is communication, which a pass run with it hides (default: 0)",
+        "part of each pass that is communication; a pass that runs with it hides it (default: 0)",
     ),
     # `compare` shows one limit for all ranks.
     Row("--memory", given.memory, "X", _MEMORY, of=SHOW),
@@ -184,14 +184,15 @@ TABLE = (
         "--copy-ratio",
         given.positive,
         "K",
-        "copy activations to the host and back, wherever a copy, which takes K of a forward each "
-        "way, is in time",
+        "copy activations to the host and back, wherever they are back in time; a copy takes K of "
+        "a forward each way",
     ),
     Row(
         "--copies",
         str,
-        help="the same with the costs of --costs: all that is back in time, what fits --memory "
-        "fastest, or only if needed",
+        help="the same with times from --costs. all: wherever a copy is in time; fits: hold, copy "
+        "or compute again, whichever is fastest within --memory; needed: as fits, but only for a "
+        "table that exceeds --memory",
         choices=["all", "fits", "needed"],
     ),
     Row("--copied-chunks", given.count, "N", "copy for the first N stages of a rank alone"),
@@ -271,7 +272,7 @@ TABLE = (
     _printed("--csv", given.path, "FILE", _WRITTEN.format("csv")),
     _printed("--svg", given.path, "FILE", _WRITTEN.format("svg")),
     _printed("--perfetto", given.path, "FILE", _WRITTEN.format("perfetto")),
-    Row("--curves", help="the figure is of what each rank holds over time, alone", of=SHOW),
+    Row("--curves", help="the figure shows what each rank holds over time, no table", of=SHOW),
     Row("--svg", given.path, "FILE", "write svg of every point too", of=COMPARE),
     Row("--csv", given.path, "FILE", "write csv of every point too", of=COMPARE),
     # The page.
@@ -289,7 +290,7 @@ TABLE = (
         "--microbatches",
         given.count,
         "M",
-        "and of these",
+        "numbers of microbatches to choose from",
         of=SITE,
         nargs="+",
         default=MICROBATCHES,
