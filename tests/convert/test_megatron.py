@@ -310,6 +310,21 @@ def test_a_missing_rank_and_a_file_that_is_cut_off_are_named(tmp_path):
     assert refused(lambda: import_megatron(theirs, tmp_path / "ours")) == (text,)
 
 
+@pytest.mark.parametrize("rows", [None, 1])
+def test_a_tensor_that_one_rank_lacks_or_has_in_another_shape_is_named(tmp_path, rows):
+    """It was a RuntimeError of torch, on the shape of a view, after the new folder had been made."""
+    folder = megatrons(tmp_path / "theirs") / "iter_0000005"
+    path = folder / "mp_rank_01_000" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    x = content["model"].pop("embedding.word_embeddings.weight")
+    if rows is not None:
+        content["model"]["embedding.word_embeddings.weight"] = x[:rows].clone()
+    del content["optimizer"]
+    torch.save(content, path)
+    text = f"{folder}: embedding.word_embeddings.weight is missing on a rank, or has another shape there"
+    assert refused(lambda: import_megatron(folder.parent, tmp_path / "ours", optimizer=False)) == (text,)
+
+
 def test_a_missing_rank_of_no_pipeline_has_megatrons_short_name(tmp_path):
     folder = megatrons(tmp_path / "theirs", pipeline_model_parallel_size=1) / "iter_0000005"
     for t, name in enumerate(("mp_rank_00", "mp_rank_02")):

@@ -41,19 +41,15 @@ class LegacyTensors:
     """The tensors in the files of all ranks of a checkpoint.
 
     `shapes` and `read` know whole tensors by megapipe's names. `rows` returns the state of the
-    distributed optimizer, which is stored as flat vectors. A rank is a tuple of its tensor-,
-    pipeline- and expert-parallel ranks.
-
-    `pieces` returns over how many ranks a tensor is split.
+    distributed optimizer, which is stored as flat vectors. `pieces` returns over how many ranks a
+    tensor is split. A rank is a tuple of its tensor-, pipeline- and expert-parallel ranks.
 
     Attributes:
         folder: the folder of the ranks' folders.
         paths: {rank: path of its file}.
         contents: {rank: content of its file}.
         common: the first rank's content.
-        tp: number of tensor-parallel ranks.
-        pp: number of pipeline ranks.
-        ep: number of expert-parallel ranks.
+        tp, pp, ep: numbers of tensor-parallel, of pipeline and of expert-parallel ranks.
         etp: number of ranks that share an expert, 1 or `tp`.
         chunks: {rank: its model chunks}. A chunk is {megapipe's name: the rank's slice}.
         copies: names of weights that two stages have, such as a tied head, with unequal values.
@@ -163,7 +159,7 @@ class LegacyTensors:
             x: the slice.
         """
         slices = self._parts.setdefault((kind, name), [])
-        if len(slices) == t:
+        if len(slices) <= t:
             slices.append([x])
         elif not kind and not torch.equal(slices[t][0], x):
             self.copies |= {name}
@@ -184,18 +180,23 @@ class LegacyTensors:
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the first tensor-parallel rank's slices, by megapipe's name.
 
-        A tensor of experts has all experts of the layer as first dimension. `read` fails if another
-        rank's slice has another number of elements.
+        A tensor of experts has all experts of the layer as first dimension.
 
         Args:
             kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
+        Raises: CheckpointError if a rank lacks a tensor, or has it in another shape.
         """
         found = {}
         for (its_kind, name), slices in self._parts.items():
-            if its_kind == kind:
-                first = slices[0]
-                shape = tuple(first[0].shape)
-                found[name] = (len(first), *shape) if is_experts(name) else shape
+            if its_kind != kind:
+                continue
+            shapes = {(len(experts), *x.shape) for experts in slices for x in experts}
+            if len(slices) not in (self.tp, self.pieces(name)) or len(shapes) > 1:
+                raise CheckpointError(
+                    f"{self.folder}: {name} is missing on a rank, or has another shape there"
+                )
+            (shape,) = shapes
+            found[name] = shape if is_experts(name) else shape[1:]
         return found
 
     def pieces(self, name: str) -> int:
@@ -240,8 +241,7 @@ class LegacyTensors:
     def _rows(self, t: int, p: int) -> Iterator[Row]:
         """Yield a Row, the distributed optimizer's flat state, for each model chunk of a rank.
 
-        Raises: CheckpointError if the file of tensor rank `t` and pipeline rank `p` has an unknown
-            form.
+        Raises: CheckpointError if the file of the ranks `t` and `p` has an unknown form.
         """
         path = self.paths[t, p, 0].parent / _STATE_FILE
         content = read_torch(path)
