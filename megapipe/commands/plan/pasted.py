@@ -13,7 +13,6 @@ from megapipe.flags.fork import SWITCHES
 from megapipe.flags.old_names import OLD_NAMES
 from megapipe.flags.parse import read
 from megapipe.flags.unset import unset
-from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule.catalogue import PLAIN
 
 _ALWAYS = (
@@ -35,12 +34,6 @@ _MODEL = (
     "tp_comm_overlap",
 )
 """Fields of the model that a search chooses."""
-CLOSE = 0.05
-"""Predictions cannot distinguish plans with the same layout whose steps differ by less.
-
-`is_equal` says which plans these are. Of 32 published pairs of layouts the ratio of the steps of 30
-is predicted with a smaller error (tools/bench/published/pairs.py).
-"""
 
 
 def chosen_fields(config: Config) -> dict[str, set[str]]:
@@ -152,105 +145,3 @@ def changed(own: Config, config: Config) -> list[str]:
     micro = own.batch.micro_batch_size or 1
     own = own.with_fields(pipeline_schedule=schedule, micro_batch_size=micro)
     return left_out(own, config)
-
-
-def choices(config: Config) -> list[str]:
-    """Return the fields that a search has set to other values than their defaults.
-
-    The fewer there are, the plainer is the plan. The schedule 1f1b counts as a default.
-    """
-    chosen = chosen_fields(config)
-    found = []
-    for flag in all_flags(Config).values():
-        is_chosen = flag.field in chosen.get(flag.section, ())
-        if is_chosen and config.value(flag.field) not in (flag.default, PLAIN):
-            found.append(flag.field)
-    return found
-
-
-def plainness(config: Config) -> tuple[bool, int]:
-    """Return (whether weights are sharded, number of choices); less is plainer."""
-    return config.parallel.use_megatron_fsdp, len(choices(config))
-
-
-def plainest(plans: Sequence[TimedPlan]) -> TimedPlan | None:
-    """Return the plan with the fewest choices of those within CLOSE of the fastest.
-
-    Plans with sharded weights come after all others. Of several such plans the fastest is
-    returned; None without plans.
-    """
-    least = min((x.step for x in plans), default=0.0)
-    near = [x for x in plans if x.step < (1 + CLOSE) * least]
-    return min(near, key=lambda x: (*plainness(x.config), x.step), default=None)
-
-
-def plainest_line(best: Sequence[TimedPlan]) -> str:
-    """Return a line on the plan that `plainest` returns; "" if the first is about as plain.
-
-    Args:
-        best: the plans of the report, fastest first.
-    """
-    x = plainest(best)
-    if x is None:
-        return ""
-    few = len(choices(x.config))
-    many = len(choices(best[0].config))
-    # One flag less is no reason to look at another plan.
-    if many - few < 2:
-        return ""
-    number = next(n for n, other in enumerate(best, 1) if other is x)
-    slower = f"{x.step / best[0].step - 1:.1%} slower than the first"
-    return (
-        f"the plainest within {CLOSE:.0%}: number {number}, {slower}, {few} flags away from their "
-        f"defaults against {many}"
-    )
-
-
-def is_equal(first: TimedPlan, x: TimedPlan) -> bool:
-    """Return whether a plan is slower than the first by less than predictions can tell.
-
-    The two must have the same layout, microbatch and sharding: of other pairs of plans nobody has
-    published enough steps to say how far their predicted ratio is off.
-    """
-    *sizes, _ = first.layout
-    *others, _ = x.layout
-    shards = [one.config.parallel.use_megatron_fsdp for one in (first, x)]
-    same = sizes == others and shards[0] == shards[1]
-    return same and x.step < (1 + CLOSE) * first.step
-
-
-def to_take(best: Sequence[TimedPlan], own: Config) -> int:
-    """Return the index of the plan to take among those as fast as the first, within CLOSE.
-
-    The plan to take changes the fewest of the user's own flags. Of several such plans it needs the
-    least memory.
-
-    Args:
-        best: the plans of the report, fastest first.
-        own: the configuration of the user's own flags.
-    """
-    equal = [n for n, x in enumerate(best) if is_equal(best[0], x)]
-    return min(equal, key=lambda n: (len(changed(own, best[n].config)), best[n].peak))
-
-
-def near_line(best: Sequence[TimedPlan], own: Config) -> str:
-    """Return a line on the plans that are nearly as fast as the first and have another layout.
-
-    The line is empty if there are none.
-
-    Args:
-        best: the plans of the report, fastest first.
-        own: the configuration of the user's own flags.
-    """
-    near = [n for n, x in enumerate(best) if x.step < (1 + CLOSE) * best[0].step]
-    if len(near) == 1:
-        return ""
-    counts = {n: len(changed(own, best[n].config)) for n in near}
-    fewest = min(near, key=lambda n: counts[n])
-    lean = min(near, key=lambda n: best[n].peak)
-    return (
-        f"take 1, or measure it next to others: plans {', '.join(str(n + 1) for n in near[1:])} "
-        f"have other layouts and are slower by less than {CLOSE:.0%}, and how far such ratios are "
-        f"off is not known. Fewest of your flags change with plan {fewest + 1} "
-        f"({counts[fewest]}), and plan {lean + 1} needs least memory"
-    )

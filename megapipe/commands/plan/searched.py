@@ -15,21 +15,11 @@ from megapipe.checks.numbers import near
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import vocabulary, with_vocabulary
 from megapipe.commands.plan.one_change import one_change
-from megapipe.commands.plan.pasted import (
-    CLOSE,
-    changed,
-    flags_of,
-    is_equal,
-    near_line,
-    pasted,
-    to_take,
-    undone,
-)
+from megapipe.commands.plan.pasted import flags_of, pasted, undone
 from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.report import (
-    YOURS,
     UserPlan,
     best_of,
     report,
@@ -38,6 +28,7 @@ from megapipe.commands.plan.search.report import (
 )
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
+from megapipe.commands.plan.search.taken import to_take
 from megapipe.commands.plan.telling import Telling, ends_within, goes_on, slow
 from megapipe.commands.plan.verdict import NO_HOST, Machine, MemoryFlags, host_of, other_device
 from megapipe.config import Config, ParallelConfig
@@ -188,7 +179,7 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
         numbers["yours"] = _row(yours.plan) | {"one_change": yours.changes}
     take = ""
     if best:
-        numbers["take"], take = _take(best, own, yours, machine)
+        numbers["take"], take = to_take(best, own, yours.plan, machine)
     assumed = f"{device.assumed}, {device.to_host}"
     if not best and not found.stopped and found.lost[NO_HOST]:
         left = ends - time.monotonic()
@@ -233,36 +224,6 @@ def _row(x: TimedPlan, taken_back: Sequence[str] = ()) -> dict[str, Any]:
         "leave_out": [*taken_back],
         "plan": digest(x.plan, x.config),
     }
-
-
-def _take(
-    best: list[TimedPlan], own: Config, yours: UserPlan, machine: Machine
-) -> tuple[int | str, str]:
-    """Return (number of the plan to take or "yours", a line for the report).
-
-    The line is empty if no other plan is nearly as fast.
-
-    Args:
-        best: the plans of the report, fastest first.
-        own: the configuration of the user's flags.
-        yours: the plan of these flags.
-        machine: the memory of a device and of a host.
-    """
-    mine = yours.plan
-    # Of other layouts predictions can tell even less, so equal steps need not have one layout here.
-    limit = (1 + CLOSE) * best[0].step
-    is_close = mine is not None and mine.step < limit and mine.peak <= machine.limit
-    if mine is not None and is_close and not machine.refuses(mine.plan, mine.config):
-        return YOURS, f"take {YOURS}: no plan is faster by more than predictions can tell"
-    taken = to_take(best, own)
-    equal = sum(is_equal(best[0], x) for x in best)
-    if equal == 1:
-        return 1, near_line(best, own)
-    count = len(changed(own, best[taken].config))
-    return taken + 1, (
-        f"take {taken + 1}: of the {equal} plans equal in time it changes fewest of your flags "
-        f"({count}), and of several such plans it needs least memory"
-    )
 
 
 def _lacks_host(

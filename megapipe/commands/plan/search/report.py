@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megapipe.commands.plan.compared import has_units, plain_instead
-from megapipe.commands.plan.pasted import CLOSE, is_equal, pasted, plainest, plainest_line
+from megapipe.commands.plan.pasted import pasted
+from megapipe.commands.plan.search.compared import has_units, plain_instead
 from megapipe.commands.plan.search.found import SearchResults, leaner
 from megapipe.commands.plan.search.hiding import hides_unmeasured, pairs_passes
 from megapipe.commands.plan.search.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
+from megapipe.commands.plan.search.taken import CLOSE, YOURS, is_equal, plainest
 from megapipe.commands.plan.verdict import (
     HOST,
     NO_HOST,
@@ -27,7 +28,6 @@ from megapipe.plan.seconds.page import digest, in_short, numbers, recomputes
 from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule import Kind
 
-YOURS = "yours"
 _OF_SCHEDULES = 3 * BEST
 """Plans of a report that compares schedules: each may have a line with pairs and one without."""
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
@@ -174,7 +174,6 @@ def report(
         lines.append(f"      {pasted(x.config, undone(x.config))}")
     if yours is not None:
         lines += _of_yours(yours, best, machine, device)
-    lines += [line for line in (take, plainest_line(best)) if line]
     if load := load_line(first.plan, first.config, machine.limit):
         lines.append(f"of plan 1 {load}")
     if first.moves:
@@ -189,6 +188,9 @@ def report(
     lines += [*_notes(found), sure, NOT_SEARCHED]
     if experts:
         lines.append(NOT_OF_EXPERTS)
+    # A terminal shows the end of a long page.
+    if take:
+        lines.append(take)
     return ended + "\n".join(lines)
 
 

@@ -22,7 +22,6 @@ from itertools import product
 from math import inf
 from operator import attrgetter
 
-from megapipe.commands.plan.compared import leaves_schedules, plainer, without_waves
 from megapipe.commands.plan.search.asked import ANYTHING, SearchRestrictions
 from megapipe.commands.plan.search.bounds import Counted, fill
 from megapipe.commands.plan.search.cells import (
@@ -34,6 +33,7 @@ from megapipe.commands.plan.search.cells import (
     schedules_of,
     under,
 )
+from megapipe.commands.plan.search.compared import leaves_schedules, plainer, without_waves
 from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run, of_run
 from megapipe.commands.plan.search.first import first_that_fits, usual
 from megapipe.commands.plan.search.found import OF_KIND, SearchResults, leaner

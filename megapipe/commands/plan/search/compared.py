@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megapipe.commands.plan.pasted import CLOSE, plainness
 from megapipe.commands.plan.search.cells import under
 from megapipe.commands.plan.search.judging import key_of
 from megapipe.commands.plan.search.screen import ExtrapolatedPlan
+from megapipe.commands.plan.search.taken import CLOSE, plainness
 from megapipe.config import Config
 from megapipe.plan.seconds.page import recomputes
 from megapipe.plan.seconds.step import TimedPlan

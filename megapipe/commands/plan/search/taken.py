@@ -1,0 +1,112 @@
+"""Say which plan of a search to take, among those whose steps predictions cannot order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megapipe.commands.plan.pasted import changed, chosen_fields
+from megapipe.commands.plan.verdict import Machine
+from megapipe.config import Config
+from megapipe.flags.flag import flags_of as all_flags
+from megapipe.plan.seconds.step import TimedPlan
+from megapipe.schedule.catalogue import PLAIN
+
+YOURS = "yours"
+CLOSE = 0.05
+"""Predictions cannot distinguish plans with the same layout whose steps differ by less.
+
+`is_equal` says which plans these are. Of 32 published pairs of layouts the ratio of the steps of 30
+is predicted with a smaller error (tools/bench/published/pairs.py).
+"""
+
+
+def to_take(
+    best: Sequence[TimedPlan], own: Config, yours: TimedPlan | None, machine: Machine
+) -> tuple[int | str, str]:
+    """Return (number of the plan to take or "yours", a line for the report).
+
+    A user's own plan that is as fast as the first, within CLOSE, needs no change. Of all other
+    plans as fast as the first the one is taken that changes fewest of the user's flags. Sharded
+    weights, unless the user has them, come after everything else. Of several such plans it is the
+    one that needs least memory. The line is "" for a single plan.
+
+    Args:
+        best: the plans of the report, fastest first.
+        own: the configuration of the user's own flags.
+        yours: the plan of these flags; None if there is none.
+        machine: the memory of a device and of a host.
+    """
+    limit = (1 + CLOSE) * best[0].step
+    fits = (
+        yours is not None
+        and yours.peak <= machine.limit
+        and not machine.refuses(yours.plan, yours.config)
+    )
+    if yours is not None and fits and yours.step < limit:
+        return YOURS, f"take {YOURS}: no plan is faster by more than predictions can tell"
+    near = [n for n, x in enumerate(best) if x.step < limit]
+    if len(best) == 1:
+        return 1, ""
+    if len(near) == 1:
+        return 1, f"take 1: all other plans are slower by {CLOSE:.0%} or more"
+    counts = {n: len(changed(own, best[n].config)) for n in near}
+
+    def cost(n: int) -> tuple[bool, int, float]:
+        x = best[n]
+        shards = x.config.parallel.use_megatron_fsdp and not own.parallel.use_megatron_fsdp
+        return shards, counts[n], x.peak
+
+    taken = min(near, key=cost)
+    line = (
+        f"take {taken + 1}: of the {len(near)} plans within {CLOSE:.0%} of the first it changes "
+        f"fewest of your flags ({counts[taken]}), and of several such plans it needs least memory"
+    )
+    if not all(is_equal(best[0], best[n]) for n in near):
+        line += (
+            ". Some of these have other layouts, and how far such ratios are off is not known: "
+            "measure them next to it"
+        )
+    return taken + 1, line
+
+
+def is_equal(first: TimedPlan, x: TimedPlan) -> bool:
+    """Return whether a plan is slower than the first by less than predictions can tell.
+
+    The two must have the same layout, microbatch and sharding: of other pairs of plans nobody has
+    published enough steps to say how far their predicted ratio is off.
+    """
+    *sizes, _ = first.layout
+    *others, _ = x.layout
+    shards = [one.config.parallel.use_megatron_fsdp for one in (first, x)]
+    same = sizes == others and shards[0] == shards[1]
+    return same and x.step < (1 + CLOSE) * first.step
+
+
+def choices(config: Config) -> list[str]:
+    """Return the fields that a search has set to other values than their defaults.
+
+    The fewer there are, the plainer is the plan. The schedule 1f1b counts as a default.
+    """
+    chosen = chosen_fields(config)
+    found = []
+    for flag in all_flags(Config).values():
+        is_chosen = flag.field in chosen.get(flag.section, ())
+        if is_chosen and config.value(flag.field) not in (flag.default, PLAIN):
+            found.append(flag.field)
+    return found
+
+
+def plainness(config: Config) -> tuple[bool, int]:
+    """Return (whether weights are sharded, number of choices); less is plainer."""
+    return config.parallel.use_megatron_fsdp, len(choices(config))
+
+
+def plainest(plans: Sequence[TimedPlan]) -> TimedPlan | None:
+    """Return the plan with the fewest choices of those within CLOSE of the fastest.
+
+    Plans with sharded weights come after all others. Of several such plans the fastest is
+    returned; None without plans.
+    """
+    least = min((x.step for x in plans), default=0.0)
+    near = [x for x in plans if x.step < (1 + CLOSE) * least]
+    return min(near, key=lambda x: (*plainness(x.config), x.step), default=None)
