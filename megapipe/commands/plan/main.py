@@ -18,7 +18,7 @@ from megapipe.checks.vocabulary import vocabulary, vocabulary_problems, with_voc
 from megapipe.commands.main import tell
 from megapipe.commands.plan.one_change import one_change_of
 from megapipe.commands.plan.parts import parts, parts_table
-from megapipe.commands.plan.search.asked import joined
+from megapipe.commands.plan.search.listed.asked import joined
 from megapipe.commands.plan.searched import SearchFlags, searched, sought
 from megapipe.commands.plan.telling import goes_on, slow
 from megapipe.commands.plan.verdict import crossing_line, host_of, load_line, other_device

@@ -9,10 +9,10 @@ from math import floor
 from typing import Any
 
 from megapipe.checks.run import flag_problems
-from megapipe.commands.plan.search.asked import ANYTHING, SearchRestrictions, allows_change
-from megapipe.commands.plan.search.cells import schedules_of, short
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import BUCKET, HIDING, OVERLAP, hides_unmeasured
+from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions, allows_change
+from megapipe.commands.plan.search.listed.cells import schedules_of, short
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.config.notes import flag

@@ -16,9 +16,9 @@ from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import vocabulary, with_vocabulary
 from megapipe.commands.plan.one_change import one_change
 from megapipe.commands.plan.pasted import flags_of, pasted, undone
-from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import OVERLAP
+from megapipe.commands.plan.search.listed.asked import SearchRestrictions, asked_of
 from megapipe.commands.plan.search.report import (
     UserPlan,
     best_of,

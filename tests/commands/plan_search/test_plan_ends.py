@@ -11,11 +11,11 @@ from small_searches import MODEL, SLOW, found_by
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.pasted import changed, flags_of, left_out, pasted
-from megapipe.commands.plan.search.asked import SearchRestrictions, asked_of, joined
-from megapipe.commands.plan.search.found import SearchResults
-from megapipe.commands.plan.search.judging import Judging
+from megapipe.commands.plan.search.judged.found import SearchResults
+from megapipe.commands.plan.search.judged.judging import Judging
+from megapipe.commands.plan.search.judged.screen import CandidatePlan
+from megapipe.commands.plan.search.listed.asked import SearchRestrictions, asked_of, joined
 from megapipe.commands.plan.search.report import best_of, report
-from megapipe.commands.plan.search.screen import CandidatePlan
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.taken import choices, to_take
 from megapipe.commands.plan.searched import SearchFlags, searched

@@ -12,8 +12,8 @@ from small_searches import MODEL, SLOW, found_by, run_search
 
 from megapipe.commands.plan.main import main
 from megapipe.commands.plan.one_change import one_change
-from megapipe.commands.plan.search.asked import SearchRestrictions, allows_change, asked_of
 from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.listed.asked import SearchRestrictions, allows_change, asked_of
 from megapipe.commands.plan.search.report import UserPlan, report, summary
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.verdict import Machine

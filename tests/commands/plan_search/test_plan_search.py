@@ -18,12 +18,12 @@ from small_searches import MODEL, SLOW, found_by, run_search
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main
 from megapipe.commands.plan.pasted import flags_of, pasted
-from megapipe.commands.plan.search.asked import SearchRestrictions
+from megapipe.commands.plan.search.judged.timed import table
+from megapipe.commands.plan.search.judged.workers import Workers
+from megapipe.commands.plan.search.listed.asked import SearchRestrictions
 from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
-from megapipe.commands.plan.search.timed import table
-from megapipe.commands.plan.search.workers import Workers
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
@@ -336,7 +336,7 @@ def test_processes_of_a_search_end_where_sigterm_is_ignored():
 def test_processes_of_a_search_that_is_killed_end_too():
     """Each had a copy of its own parent's end of the pipe, and waited for questions for ever."""
     program = (
-        "from megapipe.commands.plan.search.workers import Workers\n"
+        "from megapipe.commands.plan.search.judged.workers import Workers\n"
         "with Workers(None, 2) as workers:\n"
         "    print(*(child.pid for child in workers._children), flush=True)\n"
         "    input()\n"

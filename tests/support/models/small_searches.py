@@ -3,8 +3,8 @@
 import json
 
 from megapipe.commands.plan.main import main
-from megapipe.commands.plan.search.asked import SearchRestrictions
-from megapipe.commands.plan.search.found import SearchResults
+from megapipe.commands.plan.search.judged.found import SearchResults
+from megapipe.commands.plan.search.listed.asked import SearchRestrictions
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from time import process_time
 
 from megapipe.checks.vocabulary import with_vocabulary
-from megapipe.commands.plan.search.asked import asked_of
 from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.listed.asked import asked_of
 from megapipe.commands.plan.search.report import best_of
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.verdict import Machine

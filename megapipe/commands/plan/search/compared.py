@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megapipe.commands.plan.search.cells import under
-from megapipe.commands.plan.search.judging import key_of
-from megapipe.commands.plan.search.screen import ExtrapolatedPlan
+from megapipe.commands.plan.search.judged.judging import key_of
+from megapipe.commands.plan.search.judged.screen import ExtrapolatedPlan
+from megapipe.commands.plan.search.listed.cells import under
 from megapipe.commands.plan.search.taken import CLOSE, plainness
 from megapipe.config import Config
 from megapipe.plan.seconds.page import recomputes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megapipe.commands.plan.search.cells import under
+from megapipe.commands.plan.search.listed.cells import under
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.partition.layout import AUTO

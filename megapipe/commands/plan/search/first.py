@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import islice
 from math import inf
 
-from megapipe.commands.plan.search.asked import SearchRestrictions
-from megapipe.commands.plan.search.screen import CandidatePlan, ExtrapolatedPlan, Screen
+from megapipe.commands.plan.search.judged.screen import CandidatePlan, ExtrapolatedPlan, Screen
+from megapipe.commands.plan.search.listed.asked import SearchRestrictions
 from megapipe.schedule.catalogue import PLAIN
 
 _USUAL = {"micro": "1", "recompute": "none", "sharding": "no", "schedule": PLAIN}

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megapipe.checks.run import flag_problems
-from megapipe.commands.plan.search.asked import SearchRestrictions
-from megapipe.commands.plan.search.cells import short
 from megapipe.commands.plan.search.final import as_run
-from megapipe.commands.plan.search.screen import ExtrapolatedPlan
+from megapipe.commands.plan.search.judged.screen import ExtrapolatedPlan
+from megapipe.commands.plan.search.listed.asked import SearchRestrictions
+from megapipe.commands.plan.search.listed.cells import short
 from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.seconds.device import Device

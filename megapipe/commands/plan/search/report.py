@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from megapipe.commands.plan.pasted import pasted
 from megapipe.commands.plan.search.compared import has_units, plain_instead
-from megapipe.commands.plan.search.found import SearchResults, leaner
 from megapipe.commands.plan.search.hiding import hides_unmeasured, pairs_passes
-from megapipe.commands.plan.search.screen import kind_of
+from megapipe.commands.plan.search.judged.found import SearchResults, leaner
+from megapipe.commands.plan.search.judged.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
 from megapipe.commands.plan.search.taken import CLOSE, YOURS, is_equal, plainest
 from megapipe.commands.plan.verdict import (

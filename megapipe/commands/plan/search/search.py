@@ -22,9 +22,28 @@ from itertools import product
 from math import inf
 from operator import attrgetter
 
-from megapipe.commands.plan.search.asked import ANYTHING, SearchRestrictions
-from megapipe.commands.plan.search.bounds import Counted, fill
-from megapipe.commands.plan.search.cells import (
+from megapipe.commands.plan.search.compared import leaves_schedules, plainer, without_waves
+from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run, of_run
+from megapipe.commands.plan.search.first import first_that_fits, usual
+from megapipe.commands.plan.search.hiding import (
+    HIDING,
+    hiding,
+    overlapped,
+    with_fewest_flags,
+    without_more_pairs,
+)
+from megapipe.commands.plan.search.judged.found import OF_KIND, SearchResults, leaner
+from megapipe.commands.plan.search.judged.judging import Judging, Tell
+from megapipe.commands.plan.search.judged.screen import (
+    OUT_OF_MEMORY,
+    CandidatePlan,
+    ExtrapolatedPlan,
+    Screen,
+)
+from megapipe.commands.plan.search.judged.workers import Workers
+from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions
+from megapipe.commands.plan.search.listed.bounds import Counted, fill
+from megapipe.commands.plan.search.listed.cells import (
     RECOMPUTE,
     cell_of,
     divisors,
@@ -33,25 +52,6 @@ from megapipe.commands.plan.search.cells import (
     schedules_of,
     under,
 )
-from megapipe.commands.plan.search.compared import leaves_schedules, plainer, without_waves
-from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run, of_run
-from megapipe.commands.plan.search.first import first_that_fits, usual
-from megapipe.commands.plan.search.found import OF_KIND, SearchResults, leaner
-from megapipe.commands.plan.search.hiding import (
-    HIDING,
-    hiding,
-    overlapped,
-    with_fewest_flags,
-    without_more_pairs,
-)
-from megapipe.commands.plan.search.judging import Judging, Tell
-from megapipe.commands.plan.search.screen import (
-    OUT_OF_MEMORY,
-    CandidatePlan,
-    ExtrapolatedPlan,
-    Screen,
-)
-from megapipe.commands.plan.search.workers import Workers
 from megapipe.commands.plan.telling import TimeIsUp, ends_within, settle
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config

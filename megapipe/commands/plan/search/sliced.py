@@ -8,10 +8,10 @@ from math import inf
 from operator import attrgetter
 
 from megapipe.checks.run import flag_problems
-from megapipe.commands.plan.search.cells import under
 from megapipe.commands.plan.search.final import launched, of_run
-from megapipe.commands.plan.search.found import SearchResults
 from megapipe.commands.plan.search.hiding import with_fewest_flags
+from megapipe.commands.plan.search.judged.found import SearchResults
+from megapipe.commands.plan.search.listed.cells import under
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from megapipe.commands.plan.search.timed import table
+from megapipe.commands.plan.search.judged.timed import table
 from megapipe.config import Config
 from megapipe.plan import GIB, ModelWork, Plan, counts_of
 from megapipe.plan.auto import Counts, as_they_are

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, Protocol, TypeVar
 
-from megapipe.commands.plan.search.screen import (
+from megapipe.commands.plan.search.judged.screen import (
     OUT_OF_MEMORY,
     SLOWER,
     CandidatePlan,

@@ -10,10 +10,10 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from megapipe.commands.plan.search.balanced import by_clock, by_work
-from megapipe.commands.plan.search.bounds import Counted
-from megapipe.commands.plan.search.cells import is_movable, short, split_as, under
-from megapipe.commands.plan.search.timed import Room, with_schedule
+from megapipe.commands.plan.search.judged.balanced import by_clock, by_work
+from megapipe.commands.plan.search.judged.timed import Room, with_schedule
+from megapipe.commands.plan.search.listed.bounds import Counted
+from megapipe.commands.plan.search.listed.cells import is_movable, short, split_as, under
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError, ScheduleError

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from megapipe.commands.plan.search.found import Limits, SearchResults
-from megapipe.commands.plan.search.screen import (
+from megapipe.commands.plan.search.judged.found import Limits, SearchResults
+from megapipe.commands.plan.search.judged.screen import (
     SLOWER,
     CandidatePlan,
     ExtrapolatedPlan,
@@ -17,7 +17,7 @@ from megapipe.commands.plan.search.screen import (
     Screen,
     kind_of,
 )
-from megapipe.commands.plan.search.workers import Workers
+from megapipe.commands.plan.search.judged.workers import Workers
 from megapipe.config import Config
 from megapipe.plan.seconds.step import Layout, layout_of
 
