@@ -1,1 +1,1 @@
-"""The steps of plans from short batches, in several processes, and what was found so far."""
+"""Estimates of the steps of plans, in several processes, and the best plans so far."""
