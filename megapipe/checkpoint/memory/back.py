@@ -75,8 +75,9 @@ def go_back(
         world: all ranks.
         group: makes a process group of all ranks for CPU tensors; called only if bytes must be
             sent between ranks.
-        pieces: number of ranks of an earlier world -> which bytes of its states make up this rank's
-            state. With None, states of another number of ranks are not used.
+        pieces: takes the number of ranks of an earlier world, and returns which bytes of that
+            world's states make up this rank's state. With None, states of another number of ranks
+            are not used.
     Returns: the step, the state without tensors, and the ranks that had lost their memory. None if
         no rank has any state in memory, as at the start of a run.
     """

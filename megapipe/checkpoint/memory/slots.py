@@ -120,7 +120,7 @@ class Slot:
 
     @property
     def reached(self) -> int:
-        """The last step that the rank has trained; after a failure it says how many are lost."""
+        """The last step that the rank has trained. Steps since the last copy are lost in a failure."""
         return int(_REACHED.unpack(self._memory[HEADER - _REACHED.size : HEADER])[0])
 
     @reached.setter

@@ -145,7 +145,7 @@ def at_borders(
     """Return the tokens of each slice after moving cuts to the borders of documents.
 
     A cut moves to the nearest border that is a multiple of `multiple`. A cut moves at most half of
-    the way to the next cut on either side. If there is no such border, it stays.
+    the way to the next cut on either side. If there is no such border, the cut stays.
 
     Args:
         lengths: tokens of each slice before.

@@ -213,7 +213,7 @@ def _slow_stages(
 def _late_links(
     least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule
 ) -> Iterator[Slow]:
-    """Yield links that take twice as long as the median link, and LATER_S seconds longer.
+    """Yield links at least twice as slow as the median link, and slower by LATER_S seconds or more.
 
     A single link is compared with its own past.
 

@@ -40,7 +40,7 @@ _HEAD = (
 class Row:
     """The numbers of one schedule in a comparison: times and memory, in the units of the costs.
 
-    `bubble_share` returns the bubble as a fraction.
+    `bubble_share` returns the bubble as a fraction of the period.
 
     Attributes:
         label: the schedule's name, as in the table.
@@ -359,8 +359,8 @@ def _pairs(
 
     An overlapped pair runs a forward and a backward together. The sentence gives the longest
     sufficient time of a pair, in percent of both passes in sequence. The list is empty if DualPipeV
-    has no row or is the faster one, or if 60 % is still too long. Also for costs by stage, and
-    costs that give communication or the time of a pair.
+    has no row or is the faster one, or if 60 % is still too long. It is empty, too, for costs by
+    stage, and for costs that give communication or the time of a pair.
 
     Args:
         rows: the rows of the comparison.

@@ -15,8 +15,8 @@ class Offload:
 
     Attributes:
         when: "all" offloads every activation that can be back in time. "fits" holds, offloads or
-            recomputes each, whichever is fastest within the memory. "needed" does nothing for a
-            table that fits the memory, and the same as "fits" for another.
+            recomputes each, whichever is fastest within the memory. "needed" leaves a table that
+            fits the memory as it is, and does the same as "fits" for any other.
         any_order: with "needed", also search other orders of the same stages. One of them may then
             replace a table that fits, if it is faster.
         chunks: with "all", offload only for the first `chunks` stages of each rank; None for all.

@@ -156,7 +156,9 @@ def _moved_tables(
     limit: float,
     moved: Callable[[float], Schedule],
 ) -> Iterator[tuple[UnshardedStages, Schedule]]:
-    """Yield (choice, table with offload or recomputation) for each choice that leaves it room.
+    """Yield (choice, table with offload or recomputation) for each of several choices.
+
+    A choice that leaves too little memory for activations is left out.
 
     Args:
         ways: choices of how many stages have full weights and gradients at a time.
