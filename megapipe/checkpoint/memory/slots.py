@@ -120,7 +120,7 @@ class Slot:
 
     @property
     def reached(self) -> int:
-        """The last step that the rank has trained; a failure loses the steps since the last copy."""
+        """The last step that the rank has trained; a failure loses steps since the last copy."""
         return int(_REACHED.unpack(self._memory[HEADER - _REACHED.size : HEADER])[0])
 
     @reached.setter
