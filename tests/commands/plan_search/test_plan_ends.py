@@ -123,6 +123,30 @@ def test_of_plans_as_fast_the_one_with_fewest_changes_is_taken_and_then_the_lean
     assert changed(own, own.with_fields(pipeline_schedule="1f1b")) == []
 
 
+def test_a_plan_that_hides_messages_is_taken_by_who_hides_messages_already():
+    """A dense 7B was told to take DualPipe-V for 8%, which rests on what no GPU has measured."""
+    own = parse(Config, [*MODEL.split(), "--global-batch-size", "4", "--tensor-model-parallel-size", "2"])
+    own = own.with_fields(sequence_parallel=True)
+    found = search(own, 2, Machine(GIB), SLOW, 1000, asked=ONE_TABLE)
+    first = min(found.best.values(), key=lambda x: x.step)
+
+    def plan(percent: int, **changes):
+        config = replace(own.with_fields(**changes), world_size=4)
+        return replace(first, step=(1 + percent / 100) * first.step, config=config)
+
+    best = [plan(0, tp_comm_overlap=True), plan(8, recompute_granularity="full"), plan(20)]
+    assert best[0].config.overlaps_tp
+    machine = Machine(GIB)
+    number, line = to_take(best, own, plan(30), machine)
+    assert (number, line.split(". ")[0]) == (2, "take 2, the fastest without hidden messages")
+    assert "Plan 1 is 7.4% faster" in line
+    assert line.endswith("so measure it first")
+    # The user's own is within 5% of the fastest that hides nothing.
+    assert to_take(best, own, plan(10), machine)[0] == "yours"
+    assert to_take(best, own, plan(30, tp_comm_overlap=True), machine)[0] == 1
+    assert to_take(best[:1], own, plan(30), machine)[0] == 1
+
+
 def test_the_plainest_of_plans_nearly_as_fast_is_made_and_taken():
     """A wave of 4 chunks on 1 pipeline rank hid the plan without any pipeline flag, 0.6% slower."""
     own = parse(Config, [*MODEL.split(), "--global-batch-size", "4"])

@@ -97,9 +97,9 @@ def best_of(found: SearchResults) -> list[TimedPlan]:
 
     A kind is (whether weights are sharded, whether there is a pipeline, whether single activations
     are offloaded or recomputed). A lean plan needs a tenth less memory than every faster one. The
-    plainest plan of those nearly as fast as the first is among them too. Where schedules are
-    compared, the best plan of each is. Virtual stages of an only pipeline rank are left out if they
-    gain less than a percent.
+    plainest plan of those nearly as fast as the first is among them too, and the fastest that hides
+    no messages within passes. Where schedules are compared, the best plan of each is. Virtual
+    stages of an only pipeline rank are left out if they gain less than a percent.
 
     Args:
         found: the result of the search.
@@ -110,8 +110,10 @@ def best_of(found: SearchResults) -> list[TimedPlan]:
     for x in ranked:
         first.setdefault((*kind_of(x.config), x.moves), x)
     chosen = {id(x): x for x in (*first.values(), *leaner(ranked))}
-    if (plain := plainest(found.finished)) is not None:
-        chosen[id(plain)] = plain
+    sure = [x for x in found.finished if not hides_unmeasured(x)]
+    for named in (plainest(found.finished), min(sure, key=lambda x: x.step, default=None)):
+        if named is not None:
+            chosen[id(named)] = named
     most = BEST
     if found.by_schedule:
         most = _OF_SCHEDULES

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megapipe.commands.plan.pasted import changed, chosen_fields
+from megapipe.commands.plan.search.hiding import hides_unmeasured
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.flags.flag import flags_of as all_flags
@@ -25,10 +26,15 @@ def to_take(
 ) -> tuple[int | str, str]:
     """Return (number of the plan to take or "yours", a line for the report).
 
-    A user's own plan that is as fast as the first, within CLOSE, needs no change. Of all other
-    plans as fast as the first the one is taken that changes fewest of the user's flags. Sharded
-    weights, unless the user has them, come after everything else. Of several such plans it is the
-    one that needs least memory. The line is "" for a single plan.
+    Nobody knows how much of their messages plans hide within passes, by pairs or by
+    --tp-comm-overlap. So they count only if the user's own plan hides messages too, or if there are
+    no others.
+
+    A user's own plan that is as fast as the first of the plans that count, within CLOSE, needs no
+    change. Otherwise, of all plans that are as fast as this first one, the one is taken that
+    changes fewest of the user's flags. Sharded weights, unless the user has them, come after
+    everything else. Of several such plans it is the one that needs least memory. The line is "" for
+    a single plan.
 
     Args:
         best: the plans of the report, fastest first.
@@ -36,19 +42,31 @@ def to_take(
         yours: the plan of these flags; None if there is none.
         machine: the memory of a device and of a host.
     """
-    limit = (1 + CLOSE) * best[0].step
+    counted = list(range(len(best)))
+    if yours is None or not hides_unmeasured(yours):
+        counted = [n for n in counted if not hides_unmeasured(best[n])] or counted
+    first = best[counted[0]]
+    limit = (1 + CLOSE) * first.step
     fits = (
         yours is not None
         and yours.peak <= machine.limit
         and not machine.refuses(yours.plan, yours.config)
     )
+    others = f". {_unmeasured(best[0], first)}" if first is not best[0] else ""
     if yours is not None and fits and yours.step < limit:
-        return YOURS, f"take {YOURS}: no plan is faster by more than predictions can tell"
-    near = [n for n, x in enumerate(best) if x.step < limit]
+        line = f"take {YOURS}: no plan is faster by more than predictions can tell"
+        if others:
+            line = f"take {YOURS}: no plan without hidden messages is faster by more than "
+            line += "predictions can tell"
+        return YOURS, line + others
+    near = [n for n in counted if best[n].step < limit]
     if len(best) == 1:
         return 1, ""
     if len(near) == 1:
-        return 1, f"take 1: all other plans are slower by {CLOSE:.0%} or more"
+        slower = f"take {near[0] + 1}: all other plans are slower by {CLOSE:.0%} or more"
+        if others:
+            slower = f"take {near[0] + 1}, the fastest without hidden messages"
+        return near[0] + 1, slower + others
     counts = {n: len(changed(own, best[n].config)) for n in near}
 
     def cost(n: int) -> tuple[bool, int, float]:
@@ -57,16 +75,32 @@ def to_take(
         return shards, counts[n], x.peak
 
     taken = min(near, key=cost)
+    of = f"within {CLOSE:.0%} of the first"
+    if others:
+        of = f"without hidden messages and within {CLOSE:.0%} of the fastest such plan"
     line = (
-        f"take {taken + 1}: of the {len(near)} plans within {CLOSE:.0%} of the first it changes "
-        f"fewest of your flags ({counts[taken]}), and of several such plans it needs least memory"
+        f"take {taken + 1}: of the {len(near)} plans {of} it changes fewest of your flags "
+        f"({counts[taken]}), and of several such plans it needs least memory"
     )
-    if not all(is_equal(best[0], best[n]) for n in near):
+    if not all(is_equal(first, best[n]) for n in near):
         line += (
             ". Some of these have other layouts, and how far such ratios are off is not known: "
             "measure them next to it"
         )
-    return taken + 1, line
+    return taken + 1, line + others
+
+
+def _unmeasured(best: TimedPlan, sure: TimedPlan) -> str:
+    """Return a sentence on how much a plan gains by hiding messages, if it does.
+
+    Args:
+        best: the plan with hidden messages.
+        sure: the fastest plan without.
+    """
+    return (
+        f"Plan 1 is {1 - best.step / sure.step:.1%} faster than the fastest of these, if its "
+        "messages hide under products as assumed. No GPU has measured that, so measure it first"
+    )
 
 
 def is_equal(first: TimedPlan, x: TimedPlan) -> bool:
