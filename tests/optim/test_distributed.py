@@ -28,7 +28,8 @@ STEPS = 3 if NIGHTLY else 2  # the second begins with the weights that the first
 
 def trained(mesh: ProcessMesh, *, parallel: dict[str, int], steps: int = STEPS, style: str, **flags) -> Result:
     """Loss, norm and zeros of every step; weights, moments and main weights by key; elements of each moment here."""
-    plain = config(STYLES[style], dp=mesh.dp.size, pp=mesh.pp.size, **{"clip_grad": 0.5, **flags})
+    model = replace(STYLES[style], num_layers=2 * mesh.pp.size)
+    plain = config(model, dp=mesh.dp.size, pp=mesh.pp.size, **{"clip_grad": 0.5, **flags})
     training = run_of(
         mesh,
         replace(
