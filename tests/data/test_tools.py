@@ -36,7 +36,7 @@ def json_lines(path: Path, *records: object) -> str:
     return str(path)
 
 
-def test_documents_keep_their_order_and_end_with_eod(model: str, tmp_path: Path) -> None:
+def test_documents_keep_their_order_and_end_with_eod(model: str, tmp_path: Path, capsys) -> None:
     texts = [f"def f{i}():\n    return {i}\n" * (1 + i % 7) for i in range(3000)]  # several chunks, two processes
     corpus = json_lines(tmp_path / "c.jsonl", *({"text": t} for t in texts))
     flags = ["--input", corpus, "--output-prefix", tmp_path / "out", "--workers", 2, "--append-eod"]
@@ -48,8 +48,11 @@ def test_documents_keep_their_order_and_end_with_eod(model: str, tmp_path: Path)
     )
     dataset, tokenizer = IndexedDataset(prefix), SentencePieceTokenizer(model)
     assert [dataset[i].tolist() for i in range(len(dataset))] == [[*tokenizer.encode(t), tokenizer.eod] for t in texts]
-    assert "up to date" in run("preprocess_data.py", *flags, "--tokenizer-model", model, "--reuse").stdout
-    assert "3000 documents" in run("preprocess_data.py", *flags[:-1], "--tokenizer-model", model, "--reuse").stdout
+    again = [*map(str, flags[:4]), "--workers", "1", "--tokenizer-model", model, "--reuse"]
+    preprocess_command.main([*again, "--append-eod"])
+    assert "up to date" in capsys.readouterr().out
+    preprocess_command.main(again)
+    assert "3000 documents" in capsys.readouterr().out
 
 
 def test_empty_documents_get_no_eod_and_no_sequence(tmp_path: Path) -> None:
