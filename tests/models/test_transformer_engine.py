@@ -18,7 +18,7 @@ from megapipe.schedule import build
 WHY_NOT = te_shim.absent()
 with_wheel = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 PLAIN = replace(GPT2, attention_dropout=0.0, hidden_dropout=0.0)
-MICROBATCHES = 4
+MICROBATCHES = 2
 MODELS = {
     "gpt2": PLAIN,
     "gpt2 with dropout": GPT2,
