@@ -34,7 +34,8 @@ def test_every_part_trains_what_one_process_trains(parts, settings):
     torch.set_num_threads(1)
     # The loss of a validation after a step tells of its update; scripts/nightly.sh takes two steps.
     steps = 2 if os.environ.get("MEGAPIPE_NIGHTLY") else 1
-    case = replace(Case("zb-h1", 2, 4, (), parts=parts, steps=steps), **settings)
+    microbatches = 4 if "schedule" in settings else 2
+    case = replace(Case("zb-h1", 2, microbatches, (), parts=parts, steps=steps), **settings)
     case = replace(case, layers=(1,) * table(case).placement.main)
     sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep")}
     outcomes = run_threads(lambda mesh: train(mesh, case), **sizes, timeout_s=60)

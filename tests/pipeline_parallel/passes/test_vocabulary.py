@@ -83,6 +83,7 @@ def test_shares_of_any_number_make_torchs_cross_entropy(monkeypatch, shares, dty
 def test_a_shared_vocabulary_trains_what_one_process_trains(schedule, pp, settings):
     """With --vocab-parallel-pipeline."""
     case = case_of(schedule, pp, **settings)
+    case = replace(case, layers=(1,) * len(case.layers))
     assert differences(case, trained(case)) == []
 
 

@@ -93,7 +93,7 @@ def test_any_number_of_microbatches_has_the_bits_of_one_process(schedule, pp, m)
     ids=lambda x: "-".join(x),
 )
 def test_ranks_share_the_tokens_of_each_slice(settings):
-    case = case_of(**{"pp": 2} | settings)
+    case = case_of(**{"pp": 2, "microbatches": 2} | settings)
     sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp")}
     assert differences(case, run_threads(lambda mesh: train(mesh, case), timeout_s=60, **sizes)) == []
 
