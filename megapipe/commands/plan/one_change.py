@@ -17,6 +17,7 @@ from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.config.notes import flag
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.flags.unset import unset
 from megapipe.plan import GIB, Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.step import TimedPlan, timed
@@ -91,16 +92,18 @@ def one_change(
 
 
 def _said(fields: dict[str, Any]) -> str:
-    """Return a change as text, such as "--tp-comm-overlap" or "without --recompute-granularity".
+    """Return a change as flags to append, such as "--tp-comm-overlap".
 
     Args:
-        fields: {field: its new value}; None for a flag that is left out.
+        fields: {field: its new value}; None or False for a flag that is taken back.
     """
-    given = [flag(n) if x is True else f"{flag(n)} {x}" for n, x in fields.items() if x is not None]
-    left = [flag(n) for n, x in fields.items() if x is None]
-    if left:
-        left.insert(0, "without")
-    return " ".join([*given, *left])
+    words = unset([flag(name) for name, x in fields.items() if x in (None, False)])
+    for name, x in fields.items():
+        if x is True:
+            words.append(flag(name))
+        elif x not in (None, False):
+            words.append(f"{flag(name)} {x}")
+    return " ".join(words)
 
 
 def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine | None) -> list[str]:
@@ -141,7 +144,9 @@ def _changes(config: Config, limit: float | None) -> Iterator[dict[str, Any]]:
         for name, chunks in schedules_of(config):
             units = {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": chunks}
             yield units | limited
-    if model.recompute_granularity is None:
+    if model.recompute_activations:
+        yield {"recompute_activations": False}
+    elif model.recompute_granularity is None:
         yield {"recompute_granularity": "selective"}
         if limit is not None:
             yield {"recompute_granularity": "full"}
