@@ -46,7 +46,7 @@ OWN = (
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule "
     "interleaved",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "--pipeline-model-parallel-size 2 --enable-zero-bubble --moe-layer-recompute",
+    "--pipeline-model-parallel-size 2 --enable-zero-bubble --activations-checkpoint-method uniform",
     "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --recompute-activations",
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
     "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
