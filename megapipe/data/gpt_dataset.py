@@ -170,10 +170,8 @@ def build_indices(
     # Megatron-LM's limit for this type.
     fits_uint32 = samples < np.iinfo(np.uint32).max - 1
     narrow: type[np.integer[Any]] = np.uint32 if fits_uint32 else np.int64
-    # The draws are the same for every type, and numpy swaps values of 8 bytes fastest.
-    wide = np.arange(samples, dtype=np.int64)
-    _shuffle(wide, samples_cut, random)
-    shuffle = wide.astype(narrow)
+    shuffle = np.arange(samples, dtype=narrow)
+    _shuffle(shuffle, samples_cut, random)
     return SampleIndices(documents, SampleStarts(lengths[documents], samples, seq_length), shuffle)
 
 
