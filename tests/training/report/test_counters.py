@@ -143,7 +143,7 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
 def test_on_a_terminal_a_line_is_for_people_and_as_wide_as_it(capsys, monkeypatch, columns, ends):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
-    asked = config(STYLES["gpt2"], pp=2)
+    asked = config(replace(STYLES["gpt2"], num_layers=2), pp=2)
     log = replace(asked.log, log_interval=5, device_peak_tflops=1.0)
     asked = replace(asked, log=log, batch=replace(asked.batch, train_iters=10))
     datasets()
@@ -224,7 +224,7 @@ def test_the_writing_of_a_trace_is_no_part_of_the_next_iteration(tmp_path, monke
         profile_step_start=1,
         profile_step_end=2,
     )
-    asked = config(STYLES["gpt2"])
+    asked = config(replace(STYLES["gpt2"], num_layers=1))
     run_of(ProcessMesh.single(), replace(asked, log=log, batch=replace(asked.batch, train_iters=4))).train()
     rows = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     assert [row["step_ms"] < 100 for row in rows] == [True] * 4
