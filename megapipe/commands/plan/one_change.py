@@ -14,9 +14,10 @@ from megapipe.commands.plan.search.hiding import BUCKET, HIDING, OVERLAP, hides_
 from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions, allows_change
 from megapipe.commands.plan.search.listed.cells import schedules_of, short
 from megapipe.commands.plan.verdict import Machine
-from megapipe.config import Config
+from megapipe.config import Config, ModelConfig
 from megapipe.config.notes import flag
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.flags.fork import PADDING, SWITCHES
 from megapipe.flags.unset import unset
 from megapipe.plan import GIB, Plan
 from megapipe.plan.seconds.device import Device
@@ -73,7 +74,7 @@ def one_change(
             if not flag_problems(short(changed, 1)):
                 other = of_run(changed, device)
                 if other.peak <= machine.limit and not machine.refuses(other.plan, changed):
-                    text = f"{_said(fields)}: {other.step:.4g} s"
+                    text = f"{_said(fields, config)}: {other.step:.4g} s"
                     change = (other.step, text, other.peak)
                     key = (next(iter(fields)), hides_unmeasured(other))
                     found[key] = min(change, found.get(key, change))
@@ -91,19 +92,30 @@ def one_change(
     return lines
 
 
-def _said(fields: dict[str, Any]) -> str:
+def _said(fields: dict[str, Any], config: Config) -> str:
     """Return a change as flags to append, such as "--tp-comm-overlap".
 
     Args:
-        fields: {field: its new value}; None or False for a flag that is taken back.
+        fields: {field: its new value}; None, False or a default tuple for a flag that is taken
+            back.
+        config: the configuration that is changed.
     """
-    words = unset([flag(name) for name, x in fields.items() if x in (None, False)])
+    gone = [flag(name) for name, x in fields.items() if _is_taken_back(x)]
+    if "pipeline_schedule" in fields:
+        # The zero-bubble fork's switches say a schedule too, and a run refuses both.
+        typed = [word for text, _ in config.noop_flags for word in text.split()]
+        gone += [word for word in typed if word in SWITCHES and word != PADDING]
+    words = unset(gone)
     for name, x in fields.items():
         if x is True:
             words.append(flag(name))
-        elif x not in (None, False):
+        elif not _is_taken_back(x):
             words.append(f"{flag(name)} {x}")
     return " ".join(words)
+
+
+def _is_taken_back(value: object) -> bool:
+    return value is None or value is False or isinstance(value, tuple)
 
 
 def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine | None) -> list[str]:
@@ -144,18 +156,9 @@ def _changes(config: Config, limit: float | None) -> Iterator[dict[str, Any]]:
         for name, chunks in schedules_of(config):
             units = {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": chunks}
             yield units | limited
-    if model.recompute_activations:
-        yield {"recompute_activations": False}
-    elif model.recompute_granularity is None:
-        yield {"recompute_granularity": "selective"}
-        if limit is not None:
-            yield {"recompute_granularity": "full"}
-    else:
-        method = ("recompute_method", "recompute_num_layers")
-        undone = {name: None for name in method if config.value(name) is not None}
-        yield {"recompute_granularity": None, **undone}
-        if model.recompute_granularity == "full":
-            yield {"recompute_granularity": "selective", **undone}
+    yield from _recomputed(model, limit)
+    if limit is not None:
+        yield from _smaller(config)
     if model.has_experts:
         ep = par.expert_model_parallel_size
         # By default experts are split like other layers, often across nodes.
@@ -181,3 +184,41 @@ def _changes(config: Config, limit: float | None) -> Iterator[dict[str, Any]]:
         changed = {name: x for name, x in fields.items() if x != config.value(name)}
         if changed:
             yield changed
+
+
+def _recomputed(model: ModelConfig, limit: float | None) -> Iterator[dict[str, Any]]:
+    """Yield changes of what is recomputed: nothing, or some modules; all only for want of memory.
+
+    Each is {field: its new value}. Flags that say more of a recomputation go with it.
+
+    Args:
+        limit: bytes of a device that the plan may take, if it takes more.
+    """
+    given = model.recompute_granularity
+    if model.recompute_activations:
+        given = "selective"
+    of_kind: dict[str, Any] = {"recompute_method": None, "recompute_num_layers": None}
+    if given == "selective":
+        of_kind = {
+            "recompute_activations": False,
+            "recompute_modules": ModelConfig.recompute_modules,
+        }
+    gone = {name: x for name, x in of_kind.items() if getattr(model, name) != x}
+    if given is not None:
+        partial = "num_microbatches_with_partial_activation_checkpoints"
+        nothing = {"recompute_granularity": None, **gone, partial: None}
+        yield {name: x for name, x in nothing.items() if getattr(model, name) != x}
+    if given != "selective":
+        yield {"recompute_granularity": "selective", **gone}
+    if given != "full" and limit is not None:
+        yield {"recompute_granularity": "full", **gone}
+
+
+def _smaller(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield changes that leave less on a rank, as {field: its new value}."""
+    micro = config.batch.micro_batch
+    if micro > 1:
+        yield {"micro_batch_size": micro // 2}
+        yield {"micro_batch_size": 1}
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        yield {name: 2 * config.value(name)}
