@@ -130,7 +130,7 @@ def read(
                 noops[" ".join((name, *values))] = "given again: the last one counts"
     # A line for each, the unknown ones first.
     ours = {*flags, *besides}
-    problems += _unknown_to(taken_back, {*flags})
+    problems += _unknown_to(taken_back, {*flags}, {*besides, *OF_PLAN})
     lines = [_other(name, values, ours, known) for name, values in others]
     lines += [flags[name].count_problem(values) for name, values in given.items()]
     lines += [flags[name].value_problem(values) for name, values in given.items()]
@@ -270,13 +270,23 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
     return typed
 
 
-def _unknown_to(taken_back: Iterable[str], ours: Set[str]) -> Iterator[str]:
-    """Yield an error for each flag of --unset that nobody could have given."""
+def _unknown_to(taken_back: Iterable[str], ours: Set[str], of_tools: Set[str]) -> Iterator[str]:
+    """Yield an error for each flag of --unset that no run could have been given.
+
+    Args:
+        taken_back: the flags that --unset names.
+        ours: the flags of a run.
+        of_tools: flags of tools, which --unset does not take back.
+    """
+    run = {name.replace("_", "-") for name in {*ours, *OLD_NAMES, *SWITCHES}}
     for name in taken_back:
-        if name not in ours and name not in OLD_NAMES and name not in SWITCHES:
+        head = f"{unset.UNSET} {name.removeprefix('--')}"
+        if name in of_tools:
+            yield f"{head}: only flags of a run can be taken back. Leave {name} out."
+        elif name.replace("_", "-") not in run:
             line = _other(name, [], ours, KNOWN) or ""
             if line.startswith("unknown flag"):
-                yield f"{unset.UNSET} {name.removeprefix('--')}: {line}"
+                yield f"{head}: {line}"
 
 
 def _schedule_switches(

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from megapipe.flags.fork import PADDING, SWITCHES
+from megapipe.flags.old_names import OLD_NAMES
+
 UNSET = "--unset"
 HELP = (
     f"{UNSET} NAME ...",
@@ -30,6 +33,9 @@ def unset(names: Iterable[str]) -> list[str]:
 def without_unset(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (the words that count, the flags that --unset names, with their dashes).
 
+    An old name stands for the flags that it means, and so is forgotten with any of them. The
+    zero-bubble fork's switches that choose a schedule are forgotten with --pipeline-schedule.
+
     Args:
         argv: flags and values.
     """
@@ -47,7 +53,21 @@ def without_unset(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if group[:1] == [UNSET] and len(group) > 1:
             names = [f"--{name}" for name in group[1:]]
             named += names
-            kept = [x for x in kept if not x or x[0].partition("=")[0] not in names]
+            gone = {*map(_spelled, names)}
+            kept = [x for x in kept if not x or gone.isdisjoint(_meant(x[0].partition("=")[0]))]
         else:
             kept.append(group)
     return [word for group in kept for word in group], named
+
+
+def _spelled(name: str) -> str:
+    # Megatron-LM takes --override-opt_param-scheduler in two spellings.
+    return name.replace("_", "-")
+
+
+def _meant(name: str) -> list[str]:
+    """Return a flag as typed, and the flags of megapipe that it means if it is an old name."""
+    meant = [name, *OLD_NAMES.get(name, ())]
+    if name in SWITCHES and name != PADDING:
+        meant.append("--pipeline-schedule")
+    return [*map(_spelled, meant)]

@@ -171,7 +171,7 @@ def test_a_plan_that_does_not_fit_is_given_the_changes_that_make_it_fit(capsys):
     """18 bytes for each of 6.7e9 parameters are 113 GiB; with ZeRO-1 over 8 ranks 12 of them are an eighth."""
     found, said = changes(capsys, "")
     assert "does not fit" in said
-    assert [flags for flags, _, _ in found] == ["--use-distributed-optimizer"]
+    assert [flags for flags, _, _ in found] == ["--use-distributed-optimizer", "--tensor-model-parallel-size 2"]
     assert "one change alone makes it fit: --use-distributed-optimizer" in said
     assert found[0][2] < 72
 
@@ -242,8 +242,26 @@ def test_a_plan_that_only_full_recomputation_makes_fit_is_given_that(capsys):
         peaks.append(max(told([*line, *given], capsys)["peak_bytes"]) / 2**30)
     assert peaks[2] < 0.95 * min(peaks[:2])
     memory = str((peaks[2] + min(peaks[:2])) / 2)
-    command("plan")([*line, "--memory-gib", memory, "--reserved-gib", "0"])
-    assert "one change alone makes it fit: --recompute-granularity full: " in capsys.readouterr().out
+    for own, says in (
+        ("", "--recompute-granularity full"),
+        ("--recompute-activations", "--unset recompute-activations --recompute-granularity full"),
+        ("--recompute-granularity selective", "--recompute-granularity full"),
+    ):
+        command("plan")([*line, *own.split(), "--memory-gib", memory, "--reserved-gib", "0"])
+        said = capsys.readouterr().out
+        assert f"one change alone makes it fit: {says}: " in said
+        # Microbatches of half as many sequences need half, in less time than those of one.
+        assert "one change alone makes it fit: --micro-batch-size 2: " in said
+
+
+def test_a_schedule_is_named_so_that_it_wins_over_the_zero_bubble_forks_switches(capsys):
+    """The change was said as --pipeline-schedule alone, which a run refused next to --enable-zero-bubble."""
+    own = "--pipeline-model-parallel-size 4 --use-distributed-optimizer --enable-zero-bubble --zero-bubble-v-schedule"
+    own += " --zero-bubble-v-schedule-mem-setup min"
+    found, _ = changes(capsys, own)
+    flags, seconds, _ = next(x for x in found if "--pipeline-schedule" in x[0])
+    _, said = changes(capsys, f"{own} {flags}")
+    assert f"{seconds:.4g} s" in said
 
 
 @pytest.mark.parametrize(
@@ -251,6 +269,9 @@ def test_a_plan_that_only_full_recomputation_makes_fit_is_given_that(capsys):
     [
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 0.9),
         ("--recompute-activations", 0.99),
+        ("--recompute-granularity selective --recompute-modules core_attn mlp", 0.95),
+        ("--activations-checkpoint-method uniform", 0.9),
+        ("--recompute-lgd", 0.99),
     ],
 )
 def test_a_plan_with_room_is_told_what_a_step_takes_without_its_recomputation(full, less, capsys):
@@ -298,9 +319,13 @@ def test_a_plan_whose_experts_exchange_tokens_between_nodes_is_no_sure_one(capsy
     experts = "--num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
     for ranks, far in ((8, False), (16, True)):
         layout = f"--expert-model-parallel-size {ranks} --world-size 16 --use-distributed-optimizer"
-        command("plan")([*DENSE.split(), *experts.split(), *layout.split()])
+        words = [*DENSE.split(), *experts.split(), *layout.split()]
+        command("plan")(words)
         said = capsys.readouterr().out
         assert ("its experts exchange tokens between nodes." in said) == far
+        # On one pipeline rank this order of ranks is the other one.
+        command("plan")([*words, "--use-tp-pp-dp-mapping"])
+        assert capsys.readouterr().out.partition("\nstage")[2] == said.partition("stage")[2]
 
 
 def test_a_plan_that_takes_long_says_that_it_goes_on(capsys):

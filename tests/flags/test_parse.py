@@ -262,6 +262,23 @@ def test_unset_takes_back_what_stands_before_it_and_nothing_behind():
 
 
 @pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("--activations-checkpoint-method uniform", "recompute-granularity"),
+        ("--recompute-lgd", "recompute-modules"),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 2", "pipeline-schedule"),
+        ("--override-opt-param-scheduler", "override-opt_param-scheduler"),
+        ("--override-opt_param-scheduler", "override-opt-param-scheduler"),
+    ],
+)
+def test_a_flag_is_taken_back_under_whichever_name_it_was_typed(words, name):
+    """A page said --unset recompute-granularity, and a script's --activations-checkpoint-method stayed."""
+    assert parse(Config, words.split()) != Config()
+    found = parse(Config, [*words.split(), "--unset", name])
+    assert (found, found.noop_flags) == (Config(), ())
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         ("--unset", "--unset needs names of flags without their dashes: --unset tp-comm-overlap"),
@@ -271,6 +288,7 @@ def test_unset_takes_back_what_stands_before_it_and_nothing_behind():
             "--unset tp-com-overlap: unknown flag --tp-com-overlap; did you mean --tp-comm-overlap?",
         ),
         ("--unset --unset lr", "--unset needs names"),
+        ("--unset memory-gib", "--unset memory-gib: only flags of a run can be taken back. Leave --memory-gib out."),
     ],
 )
 def test_unset_without_a_flag_that_is_known_is_refused(words, says):

@@ -17,7 +17,7 @@ from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ModelConfig
 from megapipe.config.notes import flag
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.flags.fork import PADDING, SWITCHES
+from megapipe.flags.fork import SWITCHES
 from megapipe.flags.unset import unset
 from megapipe.plan import GIB, Plan
 from megapipe.plan.seconds.device import Device
@@ -101,10 +101,9 @@ def _said(fields: dict[str, Any], config: Config) -> str:
         config: the configuration that is changed.
     """
     gone = [flag(name) for name, x in fields.items() if _is_taken_back(x)]
-    if "pipeline_schedule" in fields:
-        # The zero-bubble fork's switches say a schedule too, and a run refuses both.
-        typed = [word for text, _ in config.noop_flags for word in text.split()]
-        gone += [word for word in typed if word in SWITCHES and word != PADDING]
+    if "pipeline_schedule" in fields and not SWITCHES.keys().isdisjoint(_replaced(config)):
+        # A run refuses a schedule and switches of the zero-bubble fork that choose another.
+        gone.append(flag("pipeline_schedule"))
     words = unset(gone)
     for name, x in fields.items():
         if x is True:
@@ -112,6 +111,11 @@ def _said(fields: dict[str, Any], config: Config) -> str:
         elif not _is_taken_back(x):
             words.append(f"{flag(name)} {x}")
     return " ".join(words)
+
+
+def _replaced(config: Config) -> list[str]:
+    """Return the words of the flags in whose place others hold, such as the fork's switches."""
+    return [word for text, _ in config.noop_flags for word in text.split()]
 
 
 def _is_taken_back(value: object) -> bool:
@@ -221,4 +225,6 @@ def _smaller(config: Config) -> Iterator[dict[str, Any]]:
         yield {"micro_batch_size": micro // 2}
         yield {"micro_batch_size": 1}
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        yield {name: 2 * config.value(name)}
+        # Half of the replicas give their ranks.
+        if config.data_parallel_size % 2 == 0:
+            yield {name: 2 * config.value(name)}

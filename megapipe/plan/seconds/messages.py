@@ -131,7 +131,7 @@ def by_cause(
 def expert_extent(config: Config) -> int:
     """Return the number of devices from the first to the last rank that share a layer's experts."""
     par = config.parallel
-    return min(_stage_extent(config), par.expert_model_parallel_size * par.etp)
+    return par.expert_model_parallel_size * par.etp
 
 
 def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -> float:
