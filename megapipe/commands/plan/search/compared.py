@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from megapipe.commands.plan.search.hiding import hides_unmeasured
 from megapipe.commands.plan.search.judged.judging import key_of
 from megapipe.commands.plan.search.judged.screen import ExtrapolatedPlan
 from megapipe.commands.plan.search.listed.cells import under
@@ -51,8 +52,8 @@ def without_waves(plans: Iterable[ExtrapolatedPlan]) -> Iterator[ExtrapolatedPla
 def plain_instead(x: TimedPlan, finished: Iterable[TimedPlan]) -> TimedPlan:
     """Return the plan of this layout with one stage on its only pipeline rank, if it is as fast.
 
-    The plan itself is returned if its weights are sharded, or if its virtual stages shorten the
-    step by more than a percent.
+    The plan itself is returned if its weights are sharded, if its virtual stages shorten the step
+    by more than a percent, or if the other plan alone hides messages within passes.
 
     Args:
         finished: all plans of the search that fit.
@@ -65,6 +66,7 @@ def plain_instead(x: TimedPlan, finished: Iterable[TimedPlan]) -> TimedPlan:
         )
         sharded = other.config.parallel.use_megatron_fsdp
         plain = not (has_units(other.config) or sharded or other.moves)
+        plain &= hides_unmeasured(x) or not hides_unmeasured(other)
         if same and plain and other.step <= (1 + _GAIN_OF_WAVES) * x.step:
             return other
     return x

@@ -110,10 +110,10 @@ def best_of(found: SearchResults) -> list[TimedPlan]:
     for x in ranked:
         first.setdefault((*kind_of(x.config), x.moves), x)
     chosen = {id(x): x for x in (*first.values(), *leaner(ranked))}
-    sure = [x for x in found.finished if not hides_unmeasured(x)]
-    for named in (plainest(found.finished), min(sure, key=lambda x: x.step, default=None)):
-        if named is not None:
-            chosen[id(named)] = named
+    named = [plainest(found.finished)]
+    if sure := [x for x in found.finished if not hides_unmeasured(x)]:
+        named.append(plain_instead(min(sure, key=lambda x: x.step), found.finished))
+    chosen |= {id(x): x for x in named if x is not None}
     most = BEST
     if found.by_schedule:
         most = _OF_SCHEDULES

@@ -53,9 +53,11 @@ def to_take(
         and not machine.refuses(yours.plan, yours.config)
     )
     others = f". {_unmeasured(best[0], first)}" if first is not best[0] else ""
+    # The line does not speak of plans that do not count.
+    are_left = len(counted) < len(best)
     if yours is not None and fits and yours.step < limit:
         line = f"take {YOURS}: no plan is faster by more than predictions can tell"
-        if others:
+        if are_left:
             line = f"take {YOURS}: no plan without hidden messages is faster by more than "
             line += "predictions can tell"
         return YOURS, line + others
@@ -64,7 +66,7 @@ def to_take(
         return 1, ""
     if len(near) == 1:
         slower = f"take {near[0] + 1}: all other plans are slower by {CLOSE:.0%} or more"
-        if others:
+        if are_left:
             slower = f"take {near[0] + 1}, the fastest without hidden messages"
         return near[0] + 1, slower + others
     counts = {n: len(changed(own, best[n].config)) for n in near}
@@ -76,7 +78,7 @@ def to_take(
 
     taken = min(near, key=cost)
     of = f"within {CLOSE:.0%} of the first"
-    if others:
+    if are_left:
         of = f"without hidden messages and within {CLOSE:.0%} of the fastest such plan"
     line = (
         f"take {taken + 1}: of the {len(near)} plans {of} it changes fewest of your flags "
