@@ -191,7 +191,7 @@ def _changes(config: Config, limit: float | None) -> Iterator[dict[str, Any]]:
 
 
 def _recomputed(model: ModelConfig, limit: float | None) -> Iterator[dict[str, Any]]:
-    """Yield changes of what is recomputed: nothing, or some modules; all only for want of memory.
+    """Yield changes of recomputation: of nothing, of core attention, or if memory is short, of all.
 
     Each is {field: its new value}. Flags that say more of a recomputation go with it.
 
