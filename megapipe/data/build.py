@@ -37,7 +37,8 @@ SURPLUS = 1.005
 _PARTS = ("train", "validation", "test")
 # Tokens of each file that are checked before the run; the rest is checked as it is read.
 _PREFLIGHT = 1 << 20
-# Least bytes that an index takes per sample: document, token offset and place in the shuffle.
+# Bytes that an index takes per sample in the cache, and at most without one: document, token offset
+# and place in the shuffle.
 _BYTES = 12
 
 _Range = tuple[int, int] | None

@@ -1,6 +1,6 @@
 """Cut shuffled documents into samples of s + 1 tokens, as Megatron's GPTDataset does.
 
-Three arrays define all samples. The document index is the order of the documents, repeated for each
+Three indices define all samples. The document index is the order of the documents, repeated for each
 epoch. The sample index says where each sample begins. The shuffle index orders the samples.
 
 The arrays are pure functions of the lengths, the split, the number of samples and the seed. Every
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -62,44 +61,46 @@ class SampleStarts:
     a few of millions of rows, and would wait seconds for all of them.
 
     Attributes:
-        lengths: [documents] tokens of each document in reading order.
+        begins: [documents + 1] int64, number of tokens before each document in reading order, and
+            of all.
         samples: number of samples.
         seq_length: tokens of a sample, without the last label.
     """
 
-    lengths: NDArray[np.int32]
+    begins: NDArray[np.int64]
     samples: int
     seq_length: int
 
-    @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        """The number of tokens up to the end of each document."""
-        return np.cumsum(self.lengths, dtype=np.int64)
+    @classmethod
+    def of(cls, lengths: NDArray[np.int32], samples: int, seq_length: int) -> SampleStarts:
+        """Return the starts in documents of these lengths, in reading order."""
+        begins = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, dtype=np.int64, out=begins[1:])
+        return cls(begins, samples, seq_length)
 
     def __getitem__(self, rows: slice) -> NDArray[Any]:
         """Return rows of `array()`; the slice has no step."""
         start, stop, _ = rows.indices(self.samples + 1)
         tokens = np.arange(start, stop, dtype=np.int64) * self.seq_length
-        # The first document that ends after the token, so never an empty one.
-        documents = np.searchsorted(self._ends, tokens, side="right")
-        offsets = tokens - (self._ends[documents] - self.lengths[documents])
+        # The last document that begins at the token or before it, so never an empty one.
+        documents = np.searchsorted(self.begins, tokens, side="right") - 1
+        offsets = tokens - self.begins[documents]
         # Megatron's loop skips empty documents too, but not before its first step.
         documents[tokens == 0] = 0
         return np.stack((documents, offsets), -1).astype(self._type)
 
     @property
     def _type(self) -> type[np.integer[Any]]:
-        return np.int32 if len(self.lengths) <= np.iinfo(np.int32).max else np.int64
+        return np.int32 if len(self.begins) - 1 <= np.iinfo(np.int32).max else np.int64
 
     def array(self) -> NDArray[Any]:
         """Return all rows, [samples + 1, 2]: position in the document index, and token offset."""
-        ends = self._ends
         # The number of samples that begin in each document: none in an empty one.
-        begin = np.diff(-(-ends // self.seq_length), prepend=0)
+        begin = np.diff(-(-self.begins // self.seq_length))
         index = np.empty((self.samples + 1, 2), self._type)
-        index[:, 0] = np.repeat(np.arange(len(self.lengths), dtype=index.dtype), begin)
+        index[:, 0] = np.repeat(np.arange(len(begin), dtype=index.dtype), begin)
         first_tokens = np.arange(self.samples + 1, dtype=np.int64) * self.seq_length
-        index[:, 1] = first_tokens - np.repeat(ends - self.lengths, begin)
+        index[:, 1] = first_tokens - np.repeat(self.begins[:-1], begin)
         index[0, 0] = 0
         return index
 
@@ -172,7 +173,11 @@ def build_indices(
     narrow: type[np.integer[Any]] = np.uint32 if fits_uint32 else np.int64
     shuffle = np.arange(samples, dtype=narrow)
     _shuffle(shuffle, samples_cut, random)
-    return SampleIndices(documents, SampleStarts(lengths[documents], samples, seq_length), shuffle)
+    starts = SampleStarts.of(lengths[documents], samples, seq_length)
+    # Of many short documents the rows take less memory than what makes them.
+    if samples < len(documents):
+        return SampleIndices(documents, starts.array(), shuffle)
+    return SampleIndices(documents, starts, shuffle)
 
 
 def _shuffle(values: NDArray[Any], cut: int, random: np.random.RandomState) -> None:

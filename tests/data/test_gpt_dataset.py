@@ -91,6 +91,15 @@ def test_indices_equal_a_walk_over_the_documents(lengths: list[int], s: int, wan
     assert [tuple(built.samples[j : j + 1][0].tolist()) for j in range(samples + 1)] == rows
 
 
+@pytest.mark.parametrize(("tokens", "s"), [(1, 64), (64, 1), (8, 8)])
+def test_where_samples_begin_takes_no_more_memory_than_a_row_for_each(tokens: int, s: int) -> None:
+    """Of 365 million short documents what makes the rows would take 4.4 GB on each rank, and the rows 0.3."""
+    lengths = np.full(10_000, tokens, np.int32)
+    built = build_indices(lengths, np.arange(len(lengths)), s, None, 1)
+    held = built.samples if isinstance(built.samples, np.ndarray) else built.samples.begins
+    assert held.nbytes <= built.arrays()[1].nbytes + 16
+
+
 @given(st.lists(st.lists(st.integers(1, 99), max_size=6), min_size=1, max_size=6).filter(any), st.integers(2, 5))
 def test_items_are_windows_of_the_stream(documents: list[list[int]], s: int) -> None:
     class Source:
