@@ -1,10 +1,10 @@
 """Cut shuffled documents into samples of s + 1 tokens, as Megatron's GPTDataset does.
 
-Three indices define all samples. The document index is the order of the documents, repeated for each
-epoch. The sample index says where each sample begins. The shuffle index orders the samples.
+Three indices define all samples. The document index is the order of the documents, repeated for
+each epoch. The sample index says where each sample begins. The shuffle index orders the samples.
 
-The arrays are pure functions of the lengths, the split, the number of samples and the seed. Every
-rank therefore builds or maps equal arrays without communication.
+The indices are pure functions of the lengths, the split, the number of samples and the seed. Every
+rank therefore builds or maps equal ones without communication.
 """
 
 from __future__ import annotations

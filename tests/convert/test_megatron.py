@@ -310,18 +310,24 @@ def test_a_missing_rank_and_a_file_that_is_cut_off_are_named(tmp_path):
     assert refused(lambda: import_megatron(theirs, tmp_path / "ours")) == (text,)
 
 
-@pytest.mark.parametrize("rows", [None, 1])
-def test_a_tensor_that_one_rank_lacks_or_has_in_another_shape_is_named(tmp_path, rows):
+@pytest.mark.parametrize("rank, rows", [(1, None), (1, 1), (0, None)])
+def test_a_tensor_that_one_rank_lacks_or_has_in_another_shape_is_named(tmp_path, rank, rows):
     """It was a RuntimeError of torch, on the shape of a view, after the new folder had been made."""
+    name = "embedding.word_embeddings.weight"
     folder = megatrons(tmp_path / "theirs") / "iter_0000005"
-    path = folder / "mp_rank_01_000" / "model_optim_rng.pt"
-    content = torch.load(path, weights_only=False)
-    x = content["model"].pop("embedding.word_embeddings.weight")
-    if rows is not None:
-        content["model"]["embedding.word_embeddings.weight"] = x[:rows].clone()
-    del content["optimizer"]
-    torch.save(content, path)
-    text = f"{folder}: embedding.word_embeddings.weight is missing on a rank, or has another shape there"
+    for t, p in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        path = folder / f"mp_rank_{t:02d}_{p:03d}" / "model_optim_rng.pt"
+        content = torch.load(path, weights_only=False)
+        model = content["model"]
+        # The last stage has a copy under the same name, as before multi-token prediction.
+        x = model.pop("output_layer.weight" if p else name)
+        if t != rank:
+            model[name] = x
+        elif rows is not None:
+            model[name] = x[:rows].clone()
+        del content["optimizer"]
+        torch.save(content, path)
+    text = f"{folder}: {name} is missing on a rank, or has another shape there"
     assert refused(lambda: import_megatron(folder.parent, tmp_path / "ours", optimizer=False)) == (text,)
 
 

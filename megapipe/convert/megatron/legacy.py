@@ -81,8 +81,8 @@ class LegacyTensors:
 
         self.chunks = {rank: list(self._chunks(*rank)) for rank in sorted(self.paths)}
         self.copies: Set[str] = set()
-        # By kind and name: for each tensor-parallel rank its slice, or its slice of each expert.
-        self._parts: dict[tuple[str, str], list[list[Tensor]]] = {}
+        # By kind and name: {tensor-parallel rank: its slice, or its slice of each expert}.
+        self._parts: dict[tuple[str, str], dict[int, list[Tensor]]] = {}
         self._collect()
 
     def _check_ranks(self) -> None:
@@ -145,7 +145,7 @@ class LegacyTensors:
         for kind, name, piece in sorted(experts):
             parts = experts[kind, name, piece]
             ordered = [parts[place] for place in sorted(parts)]
-            self._parts.setdefault((kind, name), []).append(ordered)
+            self._parts.setdefault((kind, name), {})[piece] = ordered
 
     def _add_dense(self, kind: str, name: str, t: int, x: Tensor) -> None:
         """Keep a rank's slice of a tensor without experts, or compare it with an earlier stage's.
@@ -158,9 +158,9 @@ class LegacyTensors:
             t: the tensor-parallel rank of the slice.
             x: the slice.
         """
-        slices = self._parts.setdefault((kind, name), [])
-        if len(slices) <= t:
-            slices.append([x])
+        slices = self._parts.setdefault((kind, name), {})
+        if t not in slices:
+            slices[t] = [x]
         elif not kind and not torch.equal(slices[t][0], x):
             self.copies |= {name}
 
@@ -190,8 +190,8 @@ class LegacyTensors:
         for (its_kind, name), slices in self._parts.items():
             if its_kind != kind:
                 continue
-            shapes = {(len(experts), *x.shape) for experts in slices for x in experts}
-            if len(slices) not in (self.tp, self.pieces(name)) or len(shapes) > 1:
+            shapes = {(len(its), *x.shape) for its in slices.values() for x in its}
+            if len(slices) != self.pieces(name) or len(shapes) > 1:
                 raise CheckpointError(
                     f"{self.folder}: {name} is missing on a rank, or has another shape there"
                 )
@@ -213,8 +213,8 @@ class LegacyTensors:
         """
         slices = self._parts[kind, name]
         if is_experts(name):
-            return joined([torch.stack(experts) for experts in slices], layout)
-        return joined([one for (one,) in slices], layout)
+            return joined([torch.stack(experts) for experts in slices.values()], layout)
+        return joined([one for (one,) in slices.values()], layout)
 
     def rows(self) -> list[list[Row]] | None:
         """Return the distributed optimizer's state, stored as flat vectors, or None without it.
