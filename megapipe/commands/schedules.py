@@ -124,12 +124,6 @@ def run_show(args: Namespace) -> int:
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
     made = composed(args)
     lines = made.notes + described(made.built, args)
-    # Equal shares of a sequence may differ in their last bits.
-    if args.csv and len({round(cut, 9) for cut in made.schedule.cuts}) > 1:
-        raise ScheduleError(
-            "--csv: the slices have several lengths, which CSV cannot say. "
-            "Write --json, or cut them with --cuts equal."
-        )
     # Two steps show how --post-validation lets them overlap. Files of tables have one step.
     shown = repeated(made.schedule, 1 + args.post_validation)
     printed = _write_table(made.schedule, shown, to_line(made.recipe), args)

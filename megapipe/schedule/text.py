@@ -163,6 +163,9 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
         "says in which order ranks share a stream, which CSV cannot. Write JSON.": schedule.shared,
         "says where documents begin, which CSV cannot. Write JSON.": schedule.documents,
         "has multi-token prediction, which CSV cannot. Write JSON.": schedule.placement.depths,
+        # Equal shares of a sequence may differ in their last bits.
+        "has slices of several lengths, which CSV cannot say. Write JSON, or cut them with "
+        "--cuts equal.": len({round(cut / sum(schedule.cuts), 9) for cut in schedule.cuts}) > 1,
     }
     for reason, there in cannot.items():
         if there:
