@@ -48,7 +48,9 @@ def test_our_own_provider_passes(config):
 
 
 @pytest.mark.parametrize(
-    "config", [replace(LLAMA, qk_layernorm=True), replace(GPT2, sequence_parallel=True)], ids=["of heads", "of norms"]
+    "config",
+    [replace(LLAMA, qk_layernorm=True), replace(GPT2, qk_layernorm=True, sequence_parallel=True)],
+    ids=["of heads", "of heads and norms, with biases"],
 )
 def test_weights_of_which_a_tensor_parallel_rank_sees_a_part_pass(config):
     """They were called wrong: what the optimizer adds up after the backward was compared before it."""

@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from tiny import GPT2, LLAMA, run_step
+from tiny import GPT2, LLAMA, WAITING, run_step
 
 from megapipe.distributed.axis import Axis, Pending
 from megapipe.distributed.mesh import ProcessMesh
@@ -52,7 +52,8 @@ SPLITS = [(*layout, style, True) for layout in LAYOUTS for style in SOME.get(lay
 def test_losses_and_gradients_equal_the_unsplit_model_with_its_dropout(name, tp, pp, style, sequence_parallel):
     losses, gradients = whole(style)
     model = replace(MODELS[style], sequence_parallel=sequence_parallel)
-    ranks = run_threads(partial(run_step, model=model, schedule=build(name, pp, MICROBATCHES)), tp=tp, pp=pp)
+    schedule = WAITING if (name, pp) == ("zb-h1", 1) else build(name, pp, MICROBATCHES)
+    ranks = run_threads(partial(run_step, model=model, schedule=schedule), tp=tp, pp=pp)
 
     assert [reported for reported, _ in ranks if reported] == [pytest.approx(losses, rel=1e-12)] * tp
     for rank, (_, local) in enumerate(ranks):

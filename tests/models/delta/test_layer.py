@@ -98,7 +98,7 @@ def test_a_document_is_computed_as_if_it_were_alone():
         torch.testing.assert_close(together[:, row : row + 1], torch.cat(alone))
 
 
-@pytest.mark.parametrize("sequence_parallel, schedule", [(False, "zb-h1"), (True, "1f1b")])
+@pytest.mark.parametrize("sequence_parallel, schedule", [(False, "1f1b"), (True, "1f1b"), (True, "zb-h1")])
 def test_ranks_have_the_losses_and_gradients_of_one_process(schedule, sequence_parallel):
     (losses, one) = run_threads(lambda mesh: run_step(mesh, DELTA, build("1f1b", 1, 2)), pp=1)[0]
     model = replace(DELTA, sequence_parallel=sequence_parallel)

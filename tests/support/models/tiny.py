@@ -16,7 +16,7 @@ from megapipe.optim.buffers import FlatBuffers
 from megapipe.partition.spans import partition
 from megapipe.partition.spans import spans as spans_of
 from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
-from megapipe.schedule import Kind, Schedule
+from megapipe.schedule import Kind, Schedule, from_csv
 from megapipe.tensor_parallel.rng import MicrobatchContext, initialize
 
 SEQ, BATCH, VOCAB, LAYERS = 12, 2, 64, 4
@@ -43,6 +43,9 @@ LLAMA = ModelConfig(
     hidden_dropout=0.0,
 )
 STYLES = {"gpt2": GPT2, "llama": LLAMA}
+
+WAITING = from_csv("0F0,0B0,0F1,0B1,0W0,0W1", "waiting.csv")
+"""Two microbatches on one rank, each of whose W waits for both B: no schedule of one rank lets W wait."""
 
 
 def tokens(microbatches: int) -> Tensor:
