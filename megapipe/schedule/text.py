@@ -154,18 +154,16 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
     Raises: ScheduleError for a table that CSV, or torch's names, cannot express.
     """
     of_torch = "and torch.distributed.pipelining has"
+    # Equal shares of a sequence may differ in their last bits.
+    lengths = {round(cut / sum(schedule.cuts), 9) for cut in schedule.cuts}
     cannot = {
-        f"cuts microbatches in slices, {of_torch} none. Write our own letters.": (
-            torch and schedule.cuts
-        ),
+        f"cuts microbatches in slices, {of_torch} none. Write our own letters.": torch and lengths,
         f"shares the vocabulary, {of_torch} no passes for that. Write our own letters, "
         "or the table without the shares.": torch and schedule.placement.vocabulary,
         "says in which order ranks share a stream, which CSV cannot. Write JSON.": schedule.shared,
         "says where documents begin, which CSV cannot. Write JSON.": schedule.documents,
         "has multi-token prediction, which CSV cannot. Write JSON.": schedule.placement.depths,
-        # Equal shares of a sequence may differ in their last bits.
-        "has slices of several lengths, which CSV cannot say. Write JSON, or cut them with "
-        "--cuts equal.": len({round(cut / sum(schedule.cuts), 9) for cut in schedule.cuts}) > 1,
+        "has slices of several lengths, which CSV cannot say. Write JSON.": len(lengths) > 1,
     }
     for reason, there in cannot.items():
         if there:
@@ -368,8 +366,7 @@ def _shape_problems(data: Any) -> Iterator[str]:
         return
     bad = False
     for key, (rule, fits) in _FIELDS.items():
-        wrong = not fits(data[key]) if key in data else key not in _OPTIONAL
-        if wrong:
+        if not fits(data[key]) if key in data else key not in _OPTIONAL:
             bad = True
             yield f"{key} must be {rule}"
     if bad:
