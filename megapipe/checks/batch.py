@@ -16,8 +16,8 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
     """Return (a configuration for the other checks, the problems of the batch's flags).
 
     Without problems the configuration is `config`. With problems the batch is replaced by one
-    microbatch for each data-parallel rank, so that the other checks can go on. Without a size of
-    microbatches, or a whole replica of the model, nothing is checked.
+    microbatch for each data-parallel rank, so that the other checks can go on. Nothing is checked
+    without --micro-batch-size, or if the ranks are too few for one replica of the model.
     """
     if not config.batch.micro_batch_size or not config.data_parallel_size:
         return config, []

@@ -34,9 +34,10 @@ def data_problems(config: Config, *, own_data: bool = False) -> Iterator[str]:
 
 
 def path_problems(config: Config) -> Iterator[str]:
-    """Yield problems of files and folders that cannot be read or written, but the tokenizer's.
+    """Yield a problem for each file or folder of the flags that cannot be read or written.
 
-    Also the problem of --wandb-project without the package wandb.
+    The tokenizer's files are not checked here. --wandb-project without the package wandb is a
+    problem too.
     """
     data = config.data
     load = config.checkpoint.load

@@ -62,7 +62,7 @@ class PipelineStage:
         data_iterator: the data iterator for forward_step; None for a stage that reads no data.
         mesh: this rank's mesh.
         number: the number of the stage.
-        ends: whether the stage has a loss, and how its inputs are joined.
+        ends: whether the stage has a loss, and how the input of its forwards is made.
         last: which microbatch (or slice) runs the stage's last backward, and which adds the last
             weight gradients; None without a table.
         kept: numbers of microbatches that keep all activations, so that nothing is recomputed.

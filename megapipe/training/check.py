@@ -101,12 +101,13 @@ class Launch:
 
 
 def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> Launch:
-    """Check everything that can be known before ranks meet.
+    """Check everything that can be known before ranks meet, and return the parts of the run.
 
     Args:
         config: the configuration of the flags.
         provider: builds the stages, unless --model-provider names another one.
         datasets: returns the datasets.
+    Returns: the checked parts, from which `pretrain` builds the run.
     Raises: UserError with every problem of flags, files and machine. Problems of the checkpoint,
         the provider, the plan and the data are raised one at a time.
     """

@@ -50,11 +50,12 @@ class Hooks:
     """Changes that the user's program makes to a run, besides model, data and loss.
 
     `call` calls a method of all callbacks. `reading_stages` applies `reads_on` to all stages.
+    `lr_warning` returns a warning if a flag gives some parameters another rate than `lr`.
 
     Attributes:
         groups: selects parameters with a learning rate or weight decay of their own.
         lr: returns the learning rate after a number of samples, without samples of skipped
-            iterations; None for --lr and the flags of a curve.
+            iterations; None for --lr with the warm-up and decay that its flags give.
         callbacks: called in this order.
         reads_on: given the layers of a stage, returns whether it gets batches. Stages with
             embedding or loss always do. On all other stages the data_iterator of forward_step is

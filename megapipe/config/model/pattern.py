@@ -35,7 +35,8 @@ class PatternConfig:
     def patterns_of(self, layer: int) -> dict[str, Any]:
         """Return {field of ModelConfig: value} for fields that differ in the layer with an index.
 
-        Raises: ConfigError for a flag that is no pattern of the model's layers.
+        Raises: ConfigError for a value that is neither a number nor a list, and for a list that has
+            not one entry for each layer.
         """
         found: dict[str, Any] = dict.fromkeys(PatternConfig.__dataclass_fields__)
         layers = self.num_layers  # type: ignore[attr-defined]
@@ -52,12 +53,15 @@ class PatternConfig:
 def layers_of(flag: str, text: str | None, meant: int, layers: int) -> frozenset[int]:
     """Return the indices, from 0, of the layers that a flag's value names.
 
+    A number n names the layers n-1, 2n-1 and so on. A list has an entry 0 or 1 for each layer, and
+    names the layers whose entry is `meant`.
+
     Args:
         flag: the flag's name, for errors.
-        text: a number n for every n-th layer, or a list; None names no layer.
-        meant: the entry of a list that names a layer.
+        text: the value, a number or a list; None names no layer.
+        meant: 0 or 1.
         layers: the number of layers of the model.
-    Raises: ConfigError for a text that is no pattern of as many layers.
+    Raises: ConfigError for a text that is neither, and for a list with too few or too many entries.
     """
     if text is None:
         return frozenset()

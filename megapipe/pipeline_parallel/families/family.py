@@ -48,8 +48,9 @@ class OfStage:
         return given
 
     def ends(self, given: Ends) -> Ends:
-        """Return whether the stage has a loss, and how its inputs are joined.
+        """Return whether the stage has a loss, and how the input of its forwards is made.
 
+        The input may be made from several results of other stages, such as partial embeddings.
         `given` says the same according to the table, without this family.
         """
         return given

@@ -113,7 +113,7 @@ def sum_of(given: list[Tensor]) -> Tensor | None:
 
 
 class Ends(NamedTuple):
-    """A stage's place in the model: whether it has a loss, and how its inputs are joined.
+    """A stage's place in the model: whether it has a loss, and how its forwards' input is made.
 
     Attributes:
         holds_loss: whether the stage's forward ends in loss_func.

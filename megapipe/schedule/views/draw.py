@@ -176,10 +176,10 @@ def _rows(scene: Scene, names: _Names, scale: float, plot: int) -> Iterator[str]
 
 
 def _part(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
-    """Yield SVG boxes for the stretches of arithmetic, or of communication, within a step.
+    """Yield SVG boxes for times within a pass in which a rank computes, or communicates.
 
     Args:
-        step: the stretches, each with its pass, start and end.
+        step: such times, each with its pass, start and end.
         scale: pixels per unit of time.
         names: {(kind, stage): name of the style class}.
     """

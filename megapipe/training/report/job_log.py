@@ -68,7 +68,7 @@ class JobLog(Sink):
             )
 
     def complete(self, iteration: int) -> None:
-        """Write that a checkpoint, begun with --async-save, is complete.
+        """Write that a save in the background is complete; without --async-save write nothing.
 
         Args:
             iteration: the checkpoint's iteration.
