@@ -155,15 +155,15 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
     """
     of_torch = "and torch.distributed.pipelining has"
     # Equal shares of a sequence may differ in their last bits.
-    lengths = {round(cut / sum(schedule.cuts), 9) for cut in schedule.cuts}
+    cuts = {round(cut / sum(schedule.cuts), 9) for cut in schedule.cuts}
     cannot = {
-        f"cuts microbatches in slices, {of_torch} none. Write our own letters.": torch and lengths,
+        f"cuts microbatches in slices, {of_torch} none. Write our own letters.": torch and cuts,
         f"shares the vocabulary, {of_torch} no passes for that. Write our own letters, "
         "or the table without the shares.": torch and schedule.placement.vocabulary,
         "says in which order ranks share a stream, which CSV cannot. Write JSON.": schedule.shared,
         "says where documents begin, which CSV cannot. Write JSON.": schedule.documents,
         "has multi-token prediction, which CSV cannot. Write JSON.": schedule.placement.depths,
-        "has slices of several lengths, which CSV cannot say. Write JSON.": len(lengths) > 1,
+        "has uneven slices, which CSV cannot say. Write JSON, or use --cuts equal.": len(cuts) > 1,
     }
     for reason, there in cannot.items():
         if there:

@@ -155,7 +155,7 @@ def test_csv_is_refused_for_slices_of_several_lengths(tmp_path):
     """It was read back as one of equal slices, whose step and memory are others."""
     cut = ("--slices", "4", "--attention-share", "0.6", "--csv", tmp_path / "a.csv")
     refused = tool("show", "1f1b", *SIZE, *cut)
-    assert "slices of several lengths, which CSV cannot say. Write JSON." in refused.stderr
+    assert "uneven slices, which CSV cannot say. Write JSON, or use --cuts equal." in refused.stderr
     equal = tool("show", "1f1b", *SIZE, *cut, "--cuts", "equal").stdout
     again = tool("show", tmp_path / "a.csv", "--attention-share", "0.6").stdout
     first, second = (re.search(r"makespan ([\d.]+)", said)[1] for said in (equal, again))

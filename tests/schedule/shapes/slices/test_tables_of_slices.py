@@ -37,7 +37,7 @@ def test_a_slice_is_written_behind_its_microbatch_in_json_and_csv():
     assert '"cuts": [3, 1]' in to_json(table)
     assert from_json(to_json(table)) == replace(table, name="two.csv")
     assert to_csv(two()) == TWO.strip() + "\n"
-    with pytest.raises(ScheduleError, match="slices of several lengths, which CSV cannot say"):
+    with pytest.raises(ScheduleError, match="uneven slices, which CSV cannot say"):
         to_csv(table)  # was read back as a table of equal ones, 14.35 long for 18.1
 
 
