@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -92,8 +92,15 @@ def pretrain(
         return
     started = time.monotonic()
     launch = checked(config, provider, datasets)
-    with _meeting(launch, forward_step, datasets) as (mesh, plan):
+    with ExitStack() as after, _meeting(launch, forward_step, datasets) as (mesh, plan):
+        # The parts of a run refer to each other. Collecting them ends the data's threads and files.
+        after.callback(gc.collect)
         training = _build(launch, mesh, plan, forward_step, started, hooks)
+        # `train` freezes these parts, and --manual-gc disables the collector. A start that is
+        # refused does neither, and leaves the collector as it was.
+        after.callback(gc.unfreeze)
+        if gc.isenabled():
+            after.callback(gc.enable)
         exit_code = training.train()
         # The mesh closes after the last reference to what uses it is gone.
         del training
@@ -111,7 +118,6 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
     Yields: (this rank's mesh, the plan). If the order of passes is searched, the plan is rank 0's.
     """
     config = launch.config
-    frozen = gc.get_freeze_count()
     if config.precision.deterministic_mode:
         be_deterministic()
     device = pick_device(config.parallel)
@@ -137,13 +143,6 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
             yield mesh, plan
     finally:
         mesh.close()
-        # --manual-gc has disabled the collector.
-        gc.enable()
-        # `train` has frozen the parts of the run. Without training, what the caller froze stays.
-        if gc.get_freeze_count() != frozen:
-            gc.unfreeze()
-        # The parts of a run refer to each other. Collecting them ends the data's threads and files.
-        gc.collect()
 
 
 def _build(

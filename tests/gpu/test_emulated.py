@@ -135,7 +135,7 @@ def said() -> dict[str, str]:
     whose blocks nobody has used before.
     """
     programs = {"look ups": LOOK_UPS, "memory": MEMORY, "program": PROGRAM, "locks": LOCKS, "lengths": LENGTHS}
-    programs |= {"failed": FAILED, "in turn": IN_TURN}
+    programs |= {"failed": FAILED, "in turn": IN_TURN, "backward": BACKWARD}
     texts = run("-c", "\nprint('----')\n".join(programs.values())).split("----\n")
     return dict(zip(programs, texts, strict=True))
 
@@ -218,6 +218,34 @@ def test_the_host_waits_for_a_shape_that_comes_and_not_for_one_that_goes(said: d
     """A step of three microbatches on two ranks. Each gets three messages, and reads the sums of the losses once."""
     found = re.findall(r"(\w+)\.py:\d+': (\d+)", said["lengths"])
     assert found == [("messenger", "3"), ("late", "1")], said["lengths"]
+
+
+BACKWARD = """
+import tools.proofs.gpu.emulated
+import threading, torch
+from tools.proofs.gpu.emulated.schedules import Waits, devices
+
+waits = Waits(inside={0})
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        print(threading.current_thread() is threading.main_thread())
+        grad.sum().item()
+        return grad
+
+with devices(waits=waits.hear):
+    Reads.apply(torch.ones(4, device="cuda:0", requires_grad=True)).sum().backward()
+print(waits.counts[0].total())
+"""
+
+
+def test_a_wait_in_a_backward_pass_counts_whose_thread_is_torchs_own(said: dict[str, str]) -> None:
+    assert said["backward"] == "False\n1\n"
 
 
 MEMORY = """

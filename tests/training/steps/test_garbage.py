@@ -7,7 +7,12 @@ import pytest
 import short_run
 from tiny import STYLES
 
+from megapipe.config import Config
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
+from megapipe.models.provider import gpt_provider
+from megapipe.training.pretrain import pretrain
 
 
 @pytest.mark.parametrize(
@@ -50,3 +55,30 @@ def test_garbage_is_collected_after_the_first_step_and_with_manual_gc_where_the_
         gc.enable()
         gc.unfreeze()
     assert seen == [(0, 2), *collections]
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_the_collector_is_as_its_caller_had_it_after_a_run_or_a_start_that_is_refused(collects):
+    """It was turned on, whatever the caller had; and a refused start unfroze what the caller had frozen."""
+    flags = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --manual-gc "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 15 --micro-batch-size 1 --global-batch-size 1 "
+        "--train-iters 1 --lr 1e-3 --eval-iters 0"
+    )
+
+    def refused(config, span, tp):
+        raise ConfigError("no model")
+
+    try:
+        (gc.enable if collects else gc.disable)()
+        gc.freeze()
+        frozen = gc.get_freeze_count()
+        with pytest.raises(ConfigError, match="no model"):
+            pretrain(parse(Config, flags.split()), refused)
+        assert gc.isenabled() == collects
+        assert gc.get_freeze_count() > frozen // 2  # it may have let go of some
+        pretrain(parse(Config, flags.split()), gpt_provider)
+        assert gc.isenabled() == collects
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()

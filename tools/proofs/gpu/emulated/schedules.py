@@ -66,7 +66,10 @@ class Waits:
         if device in self.inside:
             lines = traceback.extract_stack()
             own = [line for line in lines if "/megapipe/" in line.filename]
-            where = f"{own[-1].filename.rpartition('/megapipe/')[2]}:{own[-1].lineno}"
+            # Beneath torch's own operations of a backward pass there may be no line of ours.
+            where = "torch"
+            if own:
+                where = f"{own[-1].filename.rpartition('/megapipe/')[2]}:{own[-1].lineno}"
             self.counts.setdefault(device, Counter())[f"{why} at {where}"] += 1
 
     def watch(self, training: Training) -> None:
