@@ -14,6 +14,7 @@ from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.schedule import Costs, build, simulate, unpaired
 from megapipe.schedule.families.vocabulary.shares import with_vocabulary
+from megapipe.schedule.recipe import Recipe
 from megapipe.training.report.lines import held_up_messages
 from tools.proofs.gpu.pairs import figures
 from tools.proofs.gpu.passes import records_of
@@ -84,6 +85,13 @@ def test_no_order_of_messages_hangs(name, mode, monkeypatch):
     assert bool(play(records, "launch").stuck) == (mode == "plain")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert [play(records_of(table, mode), rule).wrong for rule in ONE_BY_ONE] == [[], []]
+
+
+@pytest.mark.parametrize("shape", [{"cuts": (0.6, 0.4)}, {"depths": (1, 0)}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_no_order_of_messages_of_slices_and_depths_hangs(name, shape):
+    records = records_of(Recipe(name, 2, 4, **shape).whole(), "plain")
+    assert [play(records, rule).wrong for rule in AS_IT_IS] == [[]] * len(AS_IT_IS)
 
 
 def test_in_one_queue_of_a_device_ranks_with_a_shared_vocabulary_do_not_stand_in_a_circle():
