@@ -9,6 +9,10 @@ from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.plan import make_plan
 from megapipe.plan.plan import Plan
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.links import knows_links
+from megapipe.plan.seconds.messages import with_messages
+from megapipe.plan.seconds.step import in_seconds
 from megapipe.plan.table import summary
 from megapipe.schedule import Kind, Schedule, simulate, verify
 from megapipe.schedule.families.offload.rules import MOVES
@@ -161,3 +165,40 @@ def test_copies_make_room_for_weights() -> None:
     )
     assert {Kind.AF, Kind.RS, Kind.O} <= made.schedule.kinds
     assert max(made.peak_bytes) <= gib * 2**30
+
+
+@pytest.mark.parametrize("ep, near", [(8, 1), (4, 2), (2, 4)])
+def test_weights_of_experts_travel_between_fewer_ranks_that_lie_further_apart(ep: int, near: int) -> None:
+    """A search took a plan for Mixtral whose gathers of experts were counted at NVLink's speed, over 8 nodes.
+
+    Of 64 / ep ranks with the same experts `near` are on a node, and the nodes' cards send 40 GB/s each. Of the other
+    weights 8 ranks of a node have the same, whose cards together send faster than a device to its neighbour, 300 GB/s.
+    """
+    h, f, vocab = 64, 4096, 128
+    made = parse(
+        Config,
+        [
+            *FLAGS.split(), *f"--ffn-hidden-size {f} --disable-bias-linear --normalization RMSNorm --num-experts 8 "
+            f"--moe-token-dispatcher-type alltoall --expert-model-parallel-size {ep} --global-batch-size 64 "
+            f"--position-embedding-type rope {FSDP}".split(),
+        ],
+    )  # fmt: skip
+    config = replace(made, world_size=64).with_batch(64)
+    device = Device(latency=0.0)
+    layer, experts = 4 * h * h + 2 * h + 8 * h, 8 / ep * 2 * h * f
+
+    def seconds(dense: float, of_experts: float) -> float:
+        m = 64 // ep
+        return 63 / 64 * dense / 3e11 + (m - 1) / m * of_experts / (near * 4e10)
+
+    plan = make_plan(config)
+    costs = with_messages(in_seconds(plan, config, device), plan, config, device)
+    # The second and third of four stages are two layers each, of 2 bytes a weight and 4 a gradient.
+    assert isinstance(costs.a, tuple)
+    assert isinstance(costs.g, tuple)
+    assert costs.a[1:3] == pytest.approx([seconds(4 * layer, 4 * experts)] * 2, rel=1e-9)
+    assert costs.g[1:3] == pytest.approx([seconds(8 * layer, 8 * experts)] * 2, rel=1e-9)
+    dense = 8 * layer + 2 * vocab * h + h
+    sent = 63 / 64 * dense + (1 - ep / 64) * 8 * experts
+    known = knows_links(config, device).parallel.data_parallel_flops_per_byte
+    assert known == round(device.flops * seconds(dense, 8 * experts) / sent)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megapipe.config import Config, ParallelConfig
 from megapipe.config.notes import flag
+from megapipe.plan.make import pieces_of
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.messages import replicas, ring
+from megapipe.plan.seconds.messages import expert_share, shared_out
 
 
 def by_rates(config: Config, device: Device) -> tuple[Config, list[str]]:
@@ -35,10 +36,22 @@ def by_rates(config: Config, device: Device) -> tuple[Config, list[str]]:
 def knows_links(config: Config, device: Device) -> Config:
     """Return the configuration with data_parallel_flops_per_byte of this device.
 
-    This is the number of FLOPs that the device computes while a gather brings one byte. A run with
-    sharded weights decides by this number, and by the memory, how long gathered weights are kept.
+    This is the number of FLOPs that the device computes while it sends one byte of a gather, as a
+    mean over experts and all other weights. A run with sharded weights decides by this number, and
+    by the memory, how long gathered weights are kept.
     """
     gathered = 1e12
-    seconds = ring(device, gathered, config.weight_replicas, replicas(config))
-    link = device.flops * seconds / gathered
+    pieces = pieces_of(config, config.model)
+    parts = [pieces.embedding, *pieces.layers, pieces.head]
+    par = config.parallel
+    share = expert_share(
+        sum(part.parameters for part in parts),
+        sum(part.experts for part in parts),
+        par.tensor_model_parallel_size,
+        par.expert_model_parallel_size * par.etp,
+    )
+    # Of n ranks each sends all but its own part.
+    sent = (1 - share) * (1 - 1 / config.weight_replicas)
+    sent += share * (1 - 1 / config.expert_replicas)
+    link = device.flops * shared_out(gathered, share, config, device) / (sent * gathered)
     return config.with_fields(data_parallel_flops_per_byte=round(link))

@@ -8,8 +8,8 @@ with --tp-comm-overlap.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from operator import add
 
 from megapipe.config import Config, ModelConfig
 from megapipe.plan.context import context_bytes, expert_bytes, tensor_bytes
@@ -40,7 +40,7 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     f = tuple(x + n * forward for x, n in zip(computed_f, layers, strict=True))
     b = tuple(x + n * backward for x, n in zip(computed_b, layers, strict=True))
     if "sharding" in plan.own:
-        costs = _with_shards(costs, config, device)
+        costs = _with_shards(costs, plan, config, device)
     # One rank sends nothing to itself.
     comm = 0.0
     if len(plan.schedule.ranks) > 1:
@@ -182,22 +182,58 @@ def _message(plan: Plan, config: Config, device: Device) -> float:
     return device.seconds(size, 2 * _stage_extent(config))
 
 
-def _with_shards(costs: Costs, config: Config, device: Device) -> Costs:
+def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
     """Return the costs with the seconds of weight gathers and gradient reduce-scatters.
 
     Args:
         costs: the costs, with the bytes that are gathered and reduced for each stage.
     """
-    n = config.weight_replicas
-    extent = replicas(config)
+    stages = plan.works[: plan.schedule.placement.chain]
+    shares = [
+        expert_share(work.parameters, work.experts, plan.tp, plan.expert_ranks) for work in stages
+    ]
 
-    def seconds(size: float) -> float:
-        return ring(device, (n - 1) / n * size, n, extent)
+    def seconds(sizes: Sequence[float]) -> tuple[float, ...]:
+        each = zip(sizes, shares, strict=True)
+        return tuple(shared_out(size, share, config, device) for size, share in each)
 
     # A stage that uses the first stage's embedding gathers it too.
-    weights = map(add, _per_stage(costs.mem_a), _per_stage(costs.mem_lent))
-    gradients = _per_stage(costs.mem_g)
-    return replace(costs, a=tuple(map(seconds, weights)), g=tuple(map(seconds, gradients)))
+    both = zip(_per_stage(costs.mem_a), _per_stage(costs.mem_lent), strict=True)
+    weights = [own + tied for own, tied in both]
+    return replace(costs, a=seconds(weights), g=seconds(_per_stage(costs.mem_g)))
+
+
+def expert_share(parameters: float, experts: float, tp: int, expert_ranks: int) -> float:
+    """Return the experts' fraction of the weights that a rank has of a part of the model.
+
+    Args:
+        parameters: number of parameters of the part, over all its ranks.
+        experts: number of these that belong to experts.
+        tp: number of ranks that divide the other parameters.
+        expert_ranks: number of ranks that divide the experts.
+    """
+    of_experts = experts / expert_ranks
+    dense = (parameters - experts) / tp
+    return of_experts / ((dense + of_experts) or 1.0)
+
+
+def shared_out(size: float, share: float, config: Config, device: Device) -> float:
+    """Return the seconds to gather sharded weights, or to reduce and scatter their gradients.
+
+    Ranks with the same experts are fewer than ranks with the same other weights, and lie further
+    apart. So fewer of them are on a node, and each network card sends more of their bytes.
+
+    Args:
+        size: bytes of the whole weights.
+        share: the experts' fraction of them.
+    """
+    extent = replicas(config)
+    found = 0.0
+    parts = (((1 - share), config.weight_replicas), (share, config.expert_replicas))
+    for part, ranks in parts:
+        if part:
+            found += ring(device, (ranks - 1) / ranks * part * size, ranks, extent)
+    return found
 
 
 def _per_stage(sizes: PerStage) -> tuple[float, ...]:
