@@ -195,35 +195,50 @@ def host_of(plan: Plan, config: Config) -> HostBytes:
     return HostBytes(waiting_bytes(plan, config), saving, host_bytes(plan))
 
 
-def load_line(plan: Plan, config: Config, limit: float = inf) -> str:
-    """Return a line on the memory that an uneven load of the experts adds to a plan.
+def of_busy_experts(plan: Plan, config: Config) -> float:
+    """Return the bytes that an uneven load of the experts adds to the peak of a plan.
 
-    A plan assumes an even load. The line is "" if the load changes no rank's memory: each rank has
-    all experts, or experts are padded to their capacity.
-
-    Args:
-        limit: bytes of a device that the plan may take.
+    The busiest rank has _BUSY times the mean of the tokens. The result is 0 if the load changes no
+    rank's memory: each rank has all experts, or experts are padded to their capacity.
     """
-    model = config.model
-    capacity = model.capacity_factor
-    padded = model.moe_pad_expert_input_to_capacity
-    load = _BUSY if capacity is None else min(_BUSY, capacity)
-    if config.parallel.expert_model_parallel_size == 1 or padded or load <= 1:
-        return ""
+    load = _load(config)
+    if config.parallel.expert_model_parallel_size == 1 or load <= 1:
+        return 0.0
     # Experts that are padded to this capacity hold what the busiest ones hold.
     busy = config.with_fields(
         moe_expert_capacity_factor=load, moe_pad_expert_input_to_capacity=True
     )
     peaks = replace(plan, pieces=pieces_of(busy, busy.model)).peak_bytes
-    more = max(peaks) - max(plan.peak_bytes)
+    return max(peaks) - max(plan.peak_bytes)
+
+
+def _load(config: Config) -> float:
+    """Return the tokens of the busiest rank's experts over the mean; 1 for padded experts."""
+    capacity = config.model.capacity_factor
+    if not config.model.has_experts or config.model.moe_pad_expert_input_to_capacity:
+        return 1.0
+    return _BUSY if capacity is None else min(_BUSY, capacity)
+
+
+def load_line(plan: Plan, config: Config, limit: float = inf) -> str:
+    """Return a line on the memory that an uneven load of the experts adds to a plan.
+
+    A plan assumes an even load. The line is "" if the load changes no rank's memory.
+
+    Args:
+        limit: bytes of a device that the plan may take.
+    """
+    more = of_busy_experts(plan, config)
+    if not more:
+        return ""
     text = (
-        f"an even load of the experts is assumed: with {load:g} x the mean of the tokens a rank "
-        f"needs up to {more / GIB:.3g} GiB more, and its passes take longer"
+        f"an even load of the experts is assumed: with {_load(config):g} x the mean of the tokens "
+        f"a rank needs up to {more / GIB:.3g} GiB more, and its passes take longer"
     )
-    short = (max(peaks) - limit) / GIB
+    short = max(plan.peak_bytes) + more - limit
     if short <= 0 or max(plan.peak_bytes) > limit:
         return text
-    return f"{text}. That is {short:.3g} more than it may take"
+    return f"{text}. That is {short / GIB:.3g} more than it may take"
 
 
 def crossing_line(config: Config, device: Device) -> str:

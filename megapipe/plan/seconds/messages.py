@@ -220,8 +220,8 @@ def expert_share(parameters: float, experts: float, tp: int, expert_ranks: int) 
 def shared_out(size: float, share: float, config: Config, device: Device) -> float:
     """Return the seconds to gather sharded weights, or to reduce and scatter their gradients.
 
-    Ranks with the same experts are fewer than ranks with the same other weights, and lie further
-    apart. So fewer of them are on a node, and each network card sends more of their bytes.
+    Ranks with the same experts are fewer than ranks with the same other weights, over as many
+    nodes. So fewer of them are on a node, and each network card sends more of their bytes.
 
     Args:
         size: bytes of the whole weights.

@@ -10,7 +10,9 @@ import pytest
 from small_searches import MODEL, SLOW, found_by
 
 from megapipe.checks.run import flag_problems
+from megapipe.checks.vocabulary import with_vocabulary
 from megapipe.commands.plan.pasted import changed, flags_of, left_out, pasted
+from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.judged.found import SearchResults
 from megapipe.commands.plan.search.judged.judging import Judging
 from megapipe.commands.plan.search.judged.screen import CandidatePlan
@@ -19,7 +21,7 @@ from megapipe.commands.plan.search.report import best_of, report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.taken import choices, to_take
 from megapipe.commands.plan.searched import SearchFlags, searched
-from megapipe.commands.plan.verdict import Machine
+from megapipe.commands.plan.verdict import Machine, of_busy_experts
 from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB
@@ -123,6 +125,28 @@ def test_of_plans_as_fast_the_one_with_fewest_changes_is_taken_and_then_the_lean
     assert to_take(best[:1], own, None, machine) == (1, "")
     assert changed(own, best[0].config) == ["--recompute-granularity", "--pipeline-schedule"]
     assert changed(own, own.with_fields(pipeline_schedule="1f1b")) == []
+
+
+def test_a_plan_without_room_for_busy_experts_is_not_taken_where_another_is():
+    """A page said to take the plan whose experts lack 4.6 GiB at 1.3 times the mean, and the next was 0.1% slower."""
+    flags = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 1024"
+    own = parse(Config, [*MODEL.split(), "--global-batch-size", "4", *flags.split()])
+
+    def plan(ep: int, **changes):
+        config = replace(own.with_fields(expert_model_parallel_size=ep, **changes), world_size=4)
+        return of_run(with_vocabulary(config.with_batch(4), 1000), SLOW)
+
+    whole, divided = replace(plan(1, recompute_granularity="full"), step=1.01), replace(plan(2), step=1.0)
+    more = of_busy_experts(divided.plan, divided.config)
+    assert more > 0
+    assert of_busy_experts(whole.plan, whole.config) == 0
+    # The second changes a flag more.
+    for spare, number in ((1.01, 1), (0.99, 2)):
+        machine = Machine(divided.peak + spare * more)
+        best = [divided, replace(whole, peak=divided.peak)]
+        taken, line = to_take(best, own, None, machine)
+        assert taken == number
+        assert ("1 have room for an uneven load of their experts" in line) == (number == 2)
 
 
 def test_a_plan_that_hides_messages_is_taken_by_who_hides_messages_already():

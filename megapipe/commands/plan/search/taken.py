@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megapipe.commands.plan.pasted import changed, chosen_fields
 from megapipe.commands.plan.search.hiding import hides_unmeasured
-from megapipe.commands.plan.verdict import Machine
+from megapipe.commands.plan.verdict import Machine, load_line, of_busy_experts
 from megapipe.config import Config
 from megapipe.flags.flag import flags_of as all_flags
 from megapipe.plan.seconds.step import TimedPlan
@@ -32,9 +32,9 @@ def to_take(
 
     A user's own plan that is as fast as the first of the plans that count, within CLOSE, needs no
     change. Otherwise, of all plans that are as fast as this first one, the one is taken that
-    changes fewest of the user's flags. Sharded weights, unless the user has them, come after
-    everything else. Of several such plans it is the one that needs least memory. The line is "" for
-    a single plan.
+    changes fewest of the user's flags. Plans without room for an uneven load of their experts come
+    after all others, and so do sharded weights, unless the user has them. Of several such plans it
+    is the one that needs least memory. The line is "" for a single plan.
 
     Args:
         best: the plans of the report, fastest first.
@@ -71,15 +71,20 @@ def to_take(
         return near[0] + 1, slower + others
     counts = {n: len(changed(own, best[n].config)) for n in near}
 
+    peaks = {n: best[n].peak + of_busy_experts(best[n].plan, best[n].config) for n in near}
+    roomy = [n for n in near if peaks[n] <= machine.limit] or near
+
     def cost(n: int) -> tuple[bool, int, float]:
         x = best[n]
         shards = x.config.parallel.use_megatron_fsdp and not own.parallel.use_megatron_fsdp
         return shards, counts[n], x.peak
 
-    taken = min(near, key=cost)
+    taken = min(roomy, key=cost)
     of = f"within {CLOSE:.0%} of the first"
     if are_left:
         of = f"without hidden messages and within {CLOSE:.0%} of the fastest such plan"
+    if len(roomy) < len(near):
+        of += f" {len(roomy)} have room for an uneven load of their experts. Of these"
     line = (
         f"take {taken + 1}: of the {len(near)} plans {of} it changes fewest of your flags "
         f"({counts[taken]}), and of several such plans it needs least memory"
@@ -89,6 +94,10 @@ def to_take(
             ". Some of these have other layouts, and how far such ratios are off is not known: "
             "measure them next to it"
         )
+    # The page has this line of plan 1 already.
+    load = load_line(best[taken].plan, best[taken].config, machine.limit)
+    if load and taken:
+        line += f". Of plan {taken + 1} {load}"
     return taken + 1, line + others
 
 
