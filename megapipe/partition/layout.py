@@ -119,7 +119,10 @@ def _strangers(plain: str) -> str:
         "E (embedding), t (layer), m (multi-token prediction), L (loss), | between stages, *n and "
         "(...)*n"
     )
-    return f"{' '.join(others)} means nothing here. There are {known}."
+    text = f"{' '.join(others)} means nothing here. There are {known}."
+    if {*others} & {*"'\""}:
+        text += " Quotes are for a shell: a file of flags has none."
+    return text
 
 
 def _end(plain: str, letter: str) -> str:

@@ -242,8 +242,8 @@ def _memory(config: Config, plan: Plan) -> str:
     device = device_of(config)
     if device is None or not device.capacity:
         return (
-            "memory of a device: not known, as --rates has no capacity (bytes). "
-            "megapipe plan --memory-gib 80 says whether it fits"
+            "memory of a device: not known, as --rates has no capacity (bytes). For an A100 give "
+            "--rates a100-40 or a100-80; megapipe plan --memory-gib 80 says whether it fits too"
         )
     return fits_line(plan, device.capacity, f"{device.source} (--rates)")
 

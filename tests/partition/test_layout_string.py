@@ -95,3 +95,10 @@ def test_any_text_is_a_split_or_refused(text):
     except ConfigError:
         return
     assert parse_layout(layout_string(counts)) == counts
+
+
+def test_quotes_that_came_out_of_a_file_are_named():
+    """Flags that a search printed for a shell were kept in a file, with the quotes."""
+    with pytest.raises(ConfigError) as caught:
+        parse_layout("'Et|tL'")
+    assert caught.value.problems[0].endswith("Quotes are for a shell: a file of flags has none.")

@@ -62,7 +62,7 @@ class Flags(SearchFlags):
 
     All other flags are flags of megapipe pretrain. --world-size is the number of processes of the
     run, by default tensor x context x pipeline ranks. --rates names the device whose speeds count:
-    h100 (default), h200, h800, a100, b200, rtx4090, l40s, mi300x, or a .json.
+    h100 (default), h200, h800, a100, a100-40, a100-80, b200, rtx4090, l40s, mi300x, or a .json.
     """
 
     parts: bool = False

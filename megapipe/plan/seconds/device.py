@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -154,13 +154,14 @@ def _time_of(size: float, known: Sizes) -> float:
 NOTHING = Device(inside=inf, outside=inf, latency=0.0)
 """A device whose links take no time."""
 
+_A100 = Device(flops=1.9e14, inside=2.2e11, outside=2e10, peak=3.12e14, source="A100's data sheet")
 DEVICES = {
     "h100": Device(capacity=80 * 2.0**30),
     "h200": Device(source="H200's data sheet", capacity=141 * 2.0**30),
     "h800": Device(inside=1.6e11, source="H800's data sheet", capacity=80 * 2.0**30),
-    "a100": Device(
-        flops=1.9e14, inside=2.2e11, outside=2e10, peak=3.12e14, source="A100's data sheet"
-    ),
+    "a100": _A100,
+    "a100-40": replace(_A100, capacity=40 * 2.0**30),
+    "a100-80": replace(_A100, capacity=80 * 2.0**30),
     "b200": Device(
         flops=1.1e15,
         inside=6e11,
@@ -204,8 +205,8 @@ Peaks are of dense bf16. Products are assumed to reach half of them, on an A100 
 Links are assumed to reach two thirds of what a device can send in one direction: over NVLink within
 a node, and over one InfiniBand card a device beyond it (400 Gbit/s; with A100s 200, with L40S 100).
 An RTX 4090 is assumed to reach one third within a node, where each byte crosses the host's memory,
-and its node of eight to share a card of 100 Gbit/s. An A100 has 40 or 80 GiB, so its capacity is
-not known.
+and its node of eight to share a card of 100 Gbit/s. An A100 has 40 or 80 GiB: its plain name leaves
+the capacity open.
 """
 
 
@@ -219,10 +220,11 @@ def load_device(flag: str, given: str) -> Device:
         given: a name of DEVICES, or the path of a .json.
     Raises: ConfigError that names the file and the field.
     """
-    # The name as its maker writes it is meant too, such as RTX 4090.
-    name = re.sub("[ -]", "", given.lower())
-    if name in DEVICES:
-        return DEVICES[name]
+    # The name as its maker writes it is meant too, such as RTX 4090 or A100 80GB.
+    name = re.sub("[ -]|gi?b$", "", given.lower())
+    for known_as, device in DEVICES.items():
+        if name == known_as.replace("-", ""):
+            return device
     try:
         read = json.loads(Path(given).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -255,7 +257,10 @@ def load_device(flag: str, given: str) -> Device:
                     f"got {json.dumps(value)[:100]}."
                 )
             known[name] = value
-    return Device(**{"source": given, **known})
+    source = given
+    if missing := [name for name in ("flops", "peak", "inside", "outside") if name not in known]:
+        source = f"{given}, with an H100's {', '.join(missing)}"
+    return Device(**{"source": source, **known})
 
 
 _BY_SIZE = {"flops": "by_product", "inside": "by_message", "outside": "by_far_message"}

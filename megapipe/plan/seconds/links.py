@@ -37,8 +37,8 @@ def knows_links(config: Config, device: Device) -> Config:
     """Return the configuration with data_parallel_flops_per_byte of this device.
 
     This is the number of FLOPs that the device computes while it sends one byte of a gather. It is
-    the mean over the bytes of experts and of all other weights. A run with sharded weights decides by this number, and
-    by the memory, how long gathered weights are kept.
+    the mean over the bytes of experts and of all other weights. A run with sharded weights decides
+    by this number, and by the memory, how long gathered weights are kept.
     """
     gathered = 1e12
     pieces = pieces_of(config, config.model)

@@ -13,13 +13,14 @@ from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import with_vocabulary
 from megapipe.commands.plan.pasted import changed, flags_of, left_out, pasted
 from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.hiding import hides_unmeasured
 from megapipe.commands.plan.search.judged.found import SearchResults
 from megapipe.commands.plan.search.judged.judging import Judging
 from megapipe.commands.plan.search.judged.screen import CandidatePlan
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions, asked_of, joined
 from megapipe.commands.plan.search.report import best_of, report
 from megapipe.commands.plan.search.search import search
-from megapipe.commands.plan.search.taken import choices, to_take
+from megapipe.commands.plan.search.taken import choices, demands, to_take
 from megapipe.commands.plan.searched import SearchFlags, searched
 from megapipe.commands.plan.verdict import Machine, of_busy_experts
 from megapipe.config import Config
@@ -147,6 +148,30 @@ def test_a_plan_without_room_for_busy_experts_is_not_taken_where_another_is():
         taken, line = to_take(best, own, None, machine)
         assert taken == number
         assert ("1 have room for an uneven load of their experts" in line) == (number == 2)
+
+
+def test_a_plain_pipeline_nearly_as_fast_is_on_the_page_and_taken():
+    """A dense 7B under 1F1B was sent to DualPipe, with two copies of its weights, and ZB-H1 was not on the page."""
+    own = parse(Config, [*MODEL.split(), "--global-batch-size", "8", "--num-layers", "8"])
+    asked = SearchRestrictions(among={"pp": frozenset("2"), "tp": frozenset("1")})
+    found = search(own, 4, Machine(GIB), SLOW, 1000, asked=asked)
+    assert not found.by_schedule
+    plain = [x for x in best_of(found) if not demands(x) and not hides_unmeasured(x)]
+    assert plain
+    assert {x.schedule for x in found.finished} >= {"zb-v", "zb-h1", "interleaved", "1f1b"}
+
+    def plan(percent: int, schedule: str, **changes):
+        config = replace(own.with_fields(pipeline_schedule=schedule, **changes), world_size=4)
+        return replace(plain[0], step=(1 + percent / 100) * plain[0].step, schedule=schedule, config=config)
+
+    best = [plan(0, "zb-auto"), plan(1, "zb-h1", micro_batch_size=1), plan(2, "dualpipe")]
+    number, line = to_take(best, own, None, Machine(GIB))
+    assert number == 2
+    assert "of the 3 plans within 5% of the first, without a searched order, two copies of the weights, it" in line
+    # Who runs DualPipe has the copies already.
+    best[2] = replace(best[2], peak=0.0)
+    assert to_take(best, own, plan(9, "dualpipe"), Machine(GIB))[0] == 3
+    assert to_take([best[0], plan(6, "zb-h1")], own, None, Machine(GIB))[0] == 1
 
 
 def test_a_plan_that_hides_messages_is_taken_by_who_hides_messages_already():

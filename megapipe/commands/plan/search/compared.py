@@ -8,17 +8,22 @@ from dataclasses import replace
 from megapipe.commands.plan.search.hiding import hides_unmeasured
 from megapipe.commands.plan.search.judged.judging import key_of
 from megapipe.commands.plan.search.judged.screen import ExtrapolatedPlan
-from megapipe.commands.plan.search.listed.cells import under
+from megapipe.commands.plan.search.listed.asked import SearchRestrictions
+from megapipe.commands.plan.search.listed.cells import schedules_of, under
 from megapipe.commands.plan.search.taken import CLOSE, plainness
 from megapipe.config import Config
 from megapipe.plan.seconds.page import recomputes
-from megapipe.plan.seconds.step import TimedPlan
+from megapipe.plan.seconds.step import Layout, TimedPlan
 from megapipe.schedule.catalogue import PLAIN
 
 _LEFT = 2
 """Layouts, with shards and without, up to which a search compares schedules and not layouts."""
 _GAIN_OF_WAVES = 0.01
 """The fraction of a step by which virtual stages of an only pipeline rank must shorten it."""
+_SIMPLE = ("zb-v", "zb-h1", "interleaved", PLAIN)
+"""Schedules that hide no messages, keep one copy of the weights, and take no search."""
+_LAYOUTS = 4
+"""Layouts that are made once more under each of _SIMPLE."""
 _PLAINEST = 3
 """Plans that are made once more under 1F1B, without more stages than ranks."""
 
@@ -84,3 +89,26 @@ def plainer(ranked: list[ExtrapolatedPlan]) -> Iterator[ExtrapolatedPlan]:
     near = [x for x in ranked if not x.moves and x.step <= (1 + CLOSE) * ranked[0].step]
     plain = [replace(x, config=under(x.config, PLAIN, None), balanced=False) for x in near]
     yield from sorted(plain, key=lambda x: plainness(x.config))[:_PLAINEST]
+
+
+def simpler(
+    ranked: list[ExtrapolatedPlan], asked: SearchRestrictions
+) -> Iterator[ExtrapolatedPlan]:
+    """Yield the fastest layouts with a pipeline again, under schedules that ask for nothing else.
+
+    The fastest plan of a layout may pair passes, have two copies of the weights, or be searched. A
+    search keeps no other plan of the layout, though one may be hardly slower.
+
+    Args:
+        ranked: plans of the search, fastest first.
+        asked: the user's restrictions of the search.
+    """
+    layouts: dict[Layout, ExtrapolatedPlan] = {}
+    for x in ranked:
+        if x.kind == (False, True) and not x.moves:
+            layouts.setdefault(x.layout, x)
+    for x in [*layouts.values()][:_LAYOUTS]:
+        for name, chunks in schedules_of(x.config):
+            simple = name in _SIMPLE and chunks in (None, 2)
+            if simple and asked.allows_schedule(name):
+                yield replace(x, config=under(x.config, name, chunks))

@@ -12,7 +12,7 @@ from megapipe.commands.plan.search.hiding import hides_unmeasured, pairs_passes
 from megapipe.commands.plan.search.judged.found import SearchResults, leaner
 from megapipe.commands.plan.search.judged.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
-from megapipe.commands.plan.search.taken import CLOSE, YOURS, is_equal, plainest
+from megapipe.commands.plan.search.taken import CLOSE, YOURS, demands, is_equal, plainest
 from megapipe.commands.plan.verdict import (
     HOST,
     NO_HOST,
@@ -25,9 +25,11 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.page import digest, in_short, numbers, recomputes
-from megapipe.plan.seconds.step import TimedPlan
+from megapipe.plan.seconds.step import Layout, TimedPlan
 from megapipe.schedule import Kind
 
+_SIMPLE = 3
+"""Layouts of a report that need no more than a plain pipeline."""
 _OF_SCHEDULES = 3 * BEST
 """Plans of a report that compares schedules: each may have a line with pairs and one without."""
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
@@ -97,9 +99,10 @@ def best_of(found: SearchResults) -> list[TimedPlan]:
 
     A kind is (whether weights are sharded, whether there is a pipeline, whether single activations
     are offloaded or recomputed). A lean plan needs a tenth less memory than every faster one. The
-    plainest plan of those nearly as fast as the first is among them too, and the fastest that hides
-    no messages within passes. Where schedules are compared, the best plan of each is. Virtual
-    stages of an only pipeline rank are left out if they gain less than a percent.
+    plainest plan of those nearly as fast as the first is among them too. So is the fastest that
+    hides no messages within passes, and of these the fastest three layouts without any of
+    `demands`. Where schedules are compared, the best plan of each is. Virtual stages of an only
+    pipeline rank are left out if they gain less than a percent.
 
     Args:
         found: the result of the search.
@@ -113,6 +116,12 @@ def best_of(found: SearchResults) -> list[TimedPlan]:
     named = [plainest(found.finished)]
     if sure := [x for x in found.finished if not hides_unmeasured(x)]:
         named.append(plain_instead(min(sure, key=lambda x: x.step), found.finished))
+    # Of several layouts, as the fastest may lack room for an uneven load of experts.
+    simple: dict[Layout, TimedPlan] = {}
+    for x in sorted(sure, key=lambda x: x.step):
+        if not demands(x):
+            simple.setdefault(x.layout, x)
+    named += [*simple.values()][:_SIMPLE]
     chosen |= {id(x): x for x in named if x is not None}
     most = BEST
     if found.by_schedule:

@@ -22,7 +22,7 @@ from itertools import product
 from math import inf
 from operator import attrgetter
 
-from megapipe.commands.plan.search.compared import leaves_schedules, plainer, without_waves
+from megapipe.commands.plan.search.compared import leaves_schedules, plainer, simpler, without_waves
 from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run, of_run
 from megapipe.commands.plan.search.first import first_that_fits, usual
 from megapipe.commands.plan.search.hiding import (
@@ -278,6 +278,8 @@ def _to_make(
         more += [*plainer(ranked), *without_waves(chosen.values())]
     if by_schedule:
         more += ranked
+    else:
+        more += simpler(ranked, asked)
     chosen |= {id(x): x for x in more}
     plans = [*chosen.values(), *hiding(ranked, asked)]
     # Searching a table takes seconds, so only the best layouts with small tables are tried.

@@ -10,6 +10,7 @@ from megapipe.commands.plan.verdict import Machine, load_line, of_busy_experts
 from megapipe.config import Config
 from megapipe.flags.flag import flags_of as all_flags
 from megapipe.plan.seconds.step import TimedPlan
+from megapipe.schedule import SCHEDULES
 from megapipe.schedule.catalogue import PLAIN
 
 YOURS = "yours"
@@ -19,6 +20,9 @@ CLOSE = 0.05
 `is_equal` says which plans these are. Of 32 published pairs of layouts the ratio of the steps of 30
 is predicted with a smaller error (tools/bench/published/pairs.py).
 """
+
+_LEAST_GAIN = 0.01
+"""The least gain, as a fraction of the step, of a plan 1 that is named next to the one to take."""
 
 
 def to_take(
@@ -33,8 +37,8 @@ def to_take(
     A user's own plan that is as fast as the first of the plans that count, within CLOSE, needs no
     change. Otherwise, of all plans that are as fast as this first one, the one is taken that
     changes fewest of the user's flags. Plans without room for an uneven load of their experts come
-    after all others, and so do sharded weights, unless the user has them. Of several such plans it
-    is the one that needs least memory. The line is "" for a single plan.
+    last. So do plans with more of `demands` than the user's own. Of several such
+    plans it is the one that needs least memory. The line is "" for a single plan.
 
     Args:
         best: the plans of the report, fastest first.
@@ -52,7 +56,7 @@ def to_take(
         and yours.peak <= machine.limit
         and not machine.refuses(yours.plan, yours.config)
     )
-    others = f". {_unmeasured(best[0], first)}" if first is not best[0] else ""
+    others = _unmeasured(best[0], first)
     # The line does not speak of plans that do not count.
     are_left = len(counted) < len(best)
     if yours is not None and fits and yours.step < limit:
@@ -70,14 +74,12 @@ def to_take(
             slower = f"take {near[0] + 1}, the fastest without hidden messages"
         return near[0] + 1, slower + others
     counts = {n: len(changed(own, best[n].config)) for n in near}
-
     peaks = {n: best[n].peak + of_busy_experts(best[n].plan, best[n].config) for n in near}
     roomy = [n for n in near if peaks[n] <= machine.limit] or near
+    known = frozenset[str]() if yours is None else demands(yours)
 
-    def cost(n: int) -> tuple[bool, int, float]:
-        x = best[n]
-        shards = x.config.parallel.use_megatron_fsdp and not own.parallel.use_megatron_fsdp
-        return shards, counts[n], x.peak
+    def cost(n: int) -> tuple[int, int, float]:
+        return len(demands(best[n]) - known), counts[n], best[n].peak
 
     taken = min(roomy, key=cost)
     of = f"within {CLOSE:.0%} of the first"
@@ -85,6 +87,9 @@ def to_take(
         of = f"without hidden messages and within {CLOSE:.0%} of the fastest such plan"
     if len(roomy) < len(near):
         of += f" {len(roomy)} have room for an uneven load of their experts. Of these"
+    others_need = frozenset[str]().union(*(demands(best[n]) for n in roomy))
+    if without := sorted(others_need - known - demands(best[taken])):
+        of += f", without {', '.join(without)},"
     line = (
         f"take {taken + 1}: of the {len(near)} plans {of} it changes fewest of your flags "
         f"({counts[taken]}), and of several such plans it needs least memory"
@@ -101,16 +106,39 @@ def to_take(
     return taken + 1, line + others
 
 
+def demands(x: TimedPlan) -> frozenset[str]:
+    """Return, in words, what a plan needs in addition to a plain pipeline."""
+    par = x.config.parallel
+    found = []
+    if par.use_megatron_fsdp:
+        found.append("sharded weights")
+    elif par.pipeline_model_parallel_size == 1 and par.num_virtual_stages_per_pipeline_rank:
+        found.append("virtual stages of one pipeline rank")
+    if x.moves:
+        found.append("single activations that are copied or computed again")
+    entry = SCHEDULES.get(x.schedule)
+    if entry is not None and entry.copies > 1:
+        found.append("two copies of the weights")
+    if entry is not None and entry.searched:
+        found.append("a searched order")
+    return frozenset(found)
+
+
 def _unmeasured(best: TimedPlan, sure: TimedPlan) -> str:
-    """Return a sentence on how much a plan gains by hiding messages, if it does.
+    """Return a sentence on how much the fastest plan gains by hiding messages.
+
+    It begins with ". ", and is "" if the gain is below a percent.
 
     Args:
-        best: the plan with hidden messages.
-        sure: the fastest plan without.
+        best: the fastest plan.
+        sure: the fastest plan that counts.
     """
+    gain = 1 - best.step / sure.step
+    if gain < _LEAST_GAIN:
+        return ""
     return (
-        f"Plan 1 is {1 - best.step / sure.step:.1%} faster than the fastest of these, if its "
-        "messages hide under products as assumed. No GPU has measured that, so measure it first"
+        f". Plan 1 is {gain:.1%} faster than the fastest of these, if its messages hide under "
+        "products as assumed. No GPU has measured that, so measure it first"
     )
 
 
