@@ -331,6 +331,18 @@ def test_a_tensor_that_one_rank_lacks_or_has_in_another_shape_is_named(tmp_path,
     assert refused(lambda: import_megatron(folder.parent, tmp_path / "ours", optimizer=False)) == (text,)
 
 
+def test_state_of_a_tensor_that_one_rank_lacks_is_named_with_what_to_do(tmp_path):
+    """The weight was named, which each rank has."""
+    folder = megatrons(tmp_path / "theirs") / "iter_0000005"
+    path = folder / "mp_rank_01_000" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    del content["optimizer"]["state"][0]
+    torch.save(content, path)
+    text = "exp_avg of embedding.word_embeddings.weight is missing on a rank, or has another shape there; "
+    text += "convert the weights alone with --no-load-optim"
+    assert refused(lambda: import_megatron(folder.parent, tmp_path / "ours")) == (f"{folder}: {text}",)
+
+
 def test_a_missing_rank_of_no_pipeline_has_megatrons_short_name(tmp_path):
     folder = megatrons(tmp_path / "theirs", pipeline_model_parallel_size=1) / "iter_0000005"
     for t, name in enumerate(("mp_rank_00", "mp_rank_02")):

@@ -192,9 +192,10 @@ class LegacyTensors:
                 continue
             shapes = {(len(its), *x.shape) for its in slices.values() for x in its}
             if len(slices) != self.pieces(name) or len(shapes) > 1:
-                raise CheckpointError(
-                    f"{self.folder}: {name} is missing on a rank, or has another shape there"
-                )
+                text = f"{name} is missing on a rank, or has another shape there"
+                if kind:
+                    text = f"{kind} of {text}; convert the weights alone with --no-load-optim"
+                raise CheckpointError(f"{self.folder}: {text}")
             (shape,) = shapes
             found[name] = shape if is_experts(name) else shape[1:]
         return found
