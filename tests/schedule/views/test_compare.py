@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -98,3 +99,11 @@ def test_a_table_that_verify_lets_through_is_not_said_to_be_over_the_limit():
     verify(schedule, memory=limit, costs=costs)
     assert measure(schedule, costs, memory=limit).fits
     assert not measure(schedule, costs, memory=limit * 0.999).fits
+
+
+def test_a_name_that_a_run_takes_comes_before_the_search_for_the_shortest_period():
+    """A comparison said to take "zb-auto period", which --pipeline-schedule does not know, for an equal zb-v."""
+    plain = measure(build("1f1b", 4, 16), Costs())
+    zb_v = replace(plain, label="zb-v", makespan=0.8 * plain.makespan, sent=2 * plain.sent)
+    searched = replace(zb_v, label="zb-auto period", makespan=0.999 * zb_v.makespan, sent=zb_v.sent - 1)
+    assert advise([plain, searched, zb_v], 4, 16)[0].startswith("Take zb-v: ")
