@@ -17,7 +17,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB, Plan, make_plan
-from megapipe.plan.seconds.device import DEVICES
+from megapipe.plan.seconds.device import DEVICES, Device
 from megapipe.schedule import SCHEDULES
 from megapipe.schedule.costs_file import load_costs
 
@@ -84,6 +84,12 @@ def test_a_plan_says_what_busier_experts_need():
     # No expert can be busier than its capacity, or every rank has all experts.
     full = "--expert-model-parallel-size 2 --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
     assert [load_line(*planned(flags)) for flags in (full, "--expert-model-parallel-size 1")] == ["", ""]
+    # A plan that fits by half of that lacks the other half; of a plan without room the page says so anyway.
+    one, config = planned("--expert-model-parallel-size 2")
+    peak = max(one.peak_bytes)
+    lacks = f". That is {more / 2:.3g} more than it may take"
+    assert load_line(one, config, peak + more / 2 * GIB).endswith(lacks)
+    assert not any("may take" in load_line(one, config, peak + x * GIB) for x in (2 * more, -more))
 
 
 def test_a_plan_needs_none_of_the_runs_files(capsys):
@@ -405,6 +411,10 @@ def test_a_memory_that_is_not_of_the_device_whose_speeds_count_is_named():
     assert line.endswith("name yours by --rates one of " + ", ".join(DEVICES) + ", or a .json")
     assert [other_device(x, h100) for x in (None, 80, 79, 72)] == [[]] * 4
     assert other_device(24, DEVICES["rtx4090"]) == other_device(24, DEVICES["a100"]) == []
+    # A100s have 40 or 80, and nobody is asked about an H100.
+    (line,) = other_device(None, DEVICES["a100"])
+    assert line.endswith("--search assumes 80 GiB, and --memory-gib says another")
+    assert other_device(None, Device()) == []
 
 
 @pytest.mark.parametrize("schedule", ["", "--pipeline-schedule dualpipe-v"])

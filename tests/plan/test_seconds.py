@@ -143,6 +143,8 @@ def measured(words: list[str]) -> tuple[str, list[float]] | None:
     [
         (f"{EXPERTS} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 15),
         ("--pipeline-model-parallel-size 2 --recompute-granularity full --overlap-grad-reduce", 15),
+        # The gather of a second stage hides.
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce", 13),
     ],
 )
 def test_whatever_flag_changes_the_seconds_or_the_memory_of_a_plan_changes_its_id(own, fewest):

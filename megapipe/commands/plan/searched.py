@@ -140,7 +140,7 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     # Problems of the tokenizer are reported in words, and the search goes on.
     size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
     config = config.with_batch(config.global_batch_size)
-    said += _uneven(config, devices)
+    said += _uneven(config, devices, asked)
     config = replace(config, model=inline(config.model))
     machine = flags.machine(device, devices)
     jobs = flags.search_jobs or os.cpu_count() or 1
@@ -197,14 +197,23 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     return "\n".join(text), numbers
 
 
-def _uneven(config: Config, devices: int) -> list[str]:
-    """Return a line if the batch has no equal share for each device, which excludes layouts."""
+def _uneven(config: Config, devices: int, asked: SearchRestrictions) -> list[str]:
+    """Return a line if the batch has no equal share for each device, which excludes layouts.
+
+    Args:
+        asked: the user's restrictions. Layouts that they exclude anyway do not count.
+    """
     batch = config.global_batch_size
-    if batch % devices == 0 or batch < devices:
+    # The most data-parallel ranks that a layout may have, and the least microbatch of each.
+    most = devices
+    for axis in ("tp", "cp", "pp"):
+        most //= min(asked.numbers(axis), default=1)
+    share = most * min(asked.numbers("micro"), default=1)
+    if share < 1 or batch % share == 0 or batch < share:
         return []
     return [
-        f"--global-batch-size {batch} is no multiple of {devices} devices, so layouts with more "
-        f"data-parallel ranks are left out: {near(batch, devices)} has them too"
+        f"--global-batch-size {batch} is no multiple of {share}, so layouts with {most} "
+        f"data-parallel ranks are left out: {near(batch, share)} has them too"
     ]
 
 

@@ -187,9 +187,6 @@ class SearchResults:
         if reason := machine.refuses(made.plan, made.config):
             self.lost[reason] += 1
             return
-        # Two candidates may lose the flags in which they differ.
-        if any(other.config == made.config for other in self.finished):
-            return
         self.finished.append(made)
         key = self.key(made, made.config)
         other = self.best.get(key)
