@@ -186,6 +186,7 @@ def test_help_of_a_run_tells_of_each_flag_what_the_docs_do(capsys, monkeypatch):
     printed = help_of(Config, 80, capsys, monkeypatch)
     assert [line for line in printed.splitlines() if len(line) > 80 and " " in line.strip()] == []
     told = " ".join(printed.split())
+    assert " --unset NAME ... Forget these flags where they stand before this one." in told
     rows = re.findall(r"^\| `(--\S+)` \| (?:off|`.*`|) \| (.*) \|$", table(), re.M)
     assert {name for name, _ in rows} >= flags_of(Config).keys()
     assert [

@@ -111,10 +111,10 @@ def test_of_plans_as_fast_the_one_with_fewest_changes_is_taken_and_then_the_lean
     )
     assert to_take(best[:2], own, None, machine)[0] == 2
     # Shards change one flag, and much more than a flag.
-    fewest = own.with_fields(use_megatron_fsdp=True, **near)
-    sharded = replace(plan(2, 1.0), config=replace(fewest, world_size=4))
+    shards = own.with_fields(use_megatron_fsdp=True)
+    sharded = plan(2, 1.0, use_megatron_fsdp=True, pipeline_schedule="1f1b", micro_batch_size=1)
     assert to_take([*best[:2], sharded], own, None, machine)[0] == 2
-    assert to_take([*best[:2], sharded], fewest, None, machine)[0] == 3
+    assert to_take([*best[:2], sharded], shards, None, machine)[0] == 3
     # Another layout counts too, with a word on how little predictions know of it.
     other = plan(0, 1.0, tensor_model_parallel_size=2)
     number, line = to_take([best[0], other], own, None, machine)
