@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize(
     ("family", "layouts"),
-    [("gemma2", "tp pp cp"), ("gpt_oss", "tp cp ep"), ("olmo3", "tp pp cp"), ("glm4_moe", "pp ep")],
+    [("gemma2", "tp pp cp"), ("gpt_oss", "tp pp cp ep"), ("olmo3", "tp pp cp"), ("glm4_moe", "tp pp ep")],
 )
 def test_two_ranks_compute_and_train_what_transformers_and_one_process_do(family, layouts, tmp_path):
     """`python -m tools.proofs.families.split` draws four models of every family, and exports their checkpoints."""
