@@ -23,6 +23,7 @@ is predicted with a smaller error (tools/bench/published/pairs.py).
 
 _LEAST_GAIN = 0.01
 """The least gain, as a fraction of the step, of a plan 1 that is named next to the one to take."""
+_SHARDED = "sharded weights"
 
 
 def to_take(
@@ -76,7 +77,7 @@ def to_take(
     counts = {n: len(changed(own, best[n].config)) for n in near}
     peaks = {n: best[n].peak + of_busy_experts(best[n].plan, best[n].config) for n in near}
     roomy = [n for n in near if peaks[n] <= machine.limit] or near
-    known = frozenset[str]() if yours is None else demands(yours)
+    known = _known(own, yours)
 
     def cost(n: int) -> tuple[int, int, float]:
         return len(demands(best[n]) - known), counts[n], best[n].peak
@@ -111,7 +112,7 @@ def demands(x: TimedPlan) -> frozenset[str]:
     par = x.config.parallel
     found = []
     if par.use_megatron_fsdp:
-        found.append("sharded weights")
+        found.append(_SHARDED)
     elif par.pipeline_model_parallel_size == 1 and par.num_virtual_stages_per_pipeline_rank:
         found.append("virtual stages of one pipeline rank")
     if x.moves:
@@ -122,6 +123,16 @@ def demands(x: TimedPlan) -> frozenset[str]:
     if entry is not None and entry.searched:
         found.append("a searched order")
     return frozenset(found)
+
+
+def _known(own: Config, yours: TimedPlan | None) -> frozenset[str]:
+    """Return those of `demands` that the user's own flags have.
+
+    A run may refuse these flags as they are, and `yours` is then None.
+    """
+    if yours is not None:
+        return demands(yours)
+    return frozenset([_SHARDED] * own.parallel.use_megatron_fsdp)
 
 
 def _unmeasured(best: TimedPlan, sure: TimedPlan) -> str:
