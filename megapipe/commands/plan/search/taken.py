@@ -126,7 +126,7 @@ def demands(x: TimedPlan) -> frozenset[str]:
 
 
 def _known(own: Config, yours: TimedPlan | None) -> frozenset[str]:
-    """Return those of `demands` that the user's own flags have.
+    """Return the `demands` of the user's own flags.
 
     A run may refuse these flags as they are, and `yours` is then None.
     """
