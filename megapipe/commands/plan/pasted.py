@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from megapipe.commands.plan.search.hiding import OVERLAP
+from megapipe.commands.plan.search.listed.asked import own_schedule
 from megapipe.config import Config
 from megapipe.flags.flag import flags_of as all_flags
 from megapipe.flags.fork import SWITCHES
 from megapipe.flags.old_names import OLD_NAMES
 from megapipe.flags.parse import read
 from megapipe.flags.unset import unset
-from megapipe.schedule.catalogue import PLAIN
 
 _ALWAYS = (
     "tensor_model_parallel_size",
@@ -141,7 +141,7 @@ def changed(own: Config, config: Config) -> list[str]:
         config: the configuration of the plan.
     """
     # Without these flags a run has the same values.
-    schedule = own.parallel.pipeline_schedule or PLAIN
+    schedule = own_schedule(own)
     micro = own.batch.micro_batch_size or 1
     own = own.with_fields(pipeline_schedule=schedule, micro_batch_size=micro)
     return left_out(own, config)

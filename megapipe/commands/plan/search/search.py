@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from math import inf
 from operator import attrgetter
 
@@ -73,6 +73,8 @@ _JUDGED = 0.75
 """Shares of the seconds of a search after which no more plans are listed, and none is judged."""
 _FEW = 3
 """Plans of each kind that are made after a search was stopped."""
+_FEW_SIMPLE = 4
+"""Plain pipelines that are made after a search was stopped: one layout under each schedule."""
 
 
 def search(
@@ -271,8 +273,9 @@ def _to_make(
         # Without moved activations too: a plan that fits as it is may be preferred.
         chosen |= {id(x): x for x in [x for x in of_kind if not x.moves][:1]}
     if few:
+        plain = islice(simpler(ranked, asked), _FEW_SIMPLE)
         # There is no time to divide the layers once more by the clock.
-        return [replace(x, balanced=False) for x in chosen.values()], []
+        return [replace(x, balanced=False) for x in (*chosen.values(), *plain)], []
     more = [*leaner(ranked)]
     if asked.allows_schedule(PLAIN):
         more += [*plainer(ranked), *without_waves(chosen.values())]

@@ -21,9 +21,12 @@ CLOSE = 0.05
 is predicted with a smaller error (tools/bench/published/pairs.py).
 """
 
+_SPARE = 0.01
+"""The fraction of a device's memory that a plan to take has to spare, apart from the reserve."""
 _LEAST_GAIN = 0.01
 """The least gain, as a fraction of the step, of a plan 1 that is named next to the one to take."""
 _SHARDED = "sharded weights"
+_AT_ONCE = "weights that are all gathered at once"
 
 
 def to_take(
@@ -37,9 +40,9 @@ def to_take(
 
     A user's own plan that is as fast as the first of the plans that count, within CLOSE, needs no
     change. Otherwise, of all plans that are as fast as this first one, the one is taken that
-    changes fewest of the user's flags. Plans without room for an uneven load of their experts come
-    last. So do plans with more of `demands` than the user's own. Of several such
-    plans it is the one that needs least memory. The line is "" for a single plan.
+    changes fewest of the user's flags. Plans with less than _SPARE of a device to spare, under an
+    uneven load of their experts, come last. So do plans with more of `demands` than the user's own.
+    Of several such plans it is the one that needs least memory. The line is "" for a single plan.
 
     Args:
         best: the plans of the report, fastest first.
@@ -75,8 +78,7 @@ def to_take(
             slower = f"take {near[0] + 1}, the fastest without hidden messages"
         return near[0] + 1, slower + others
     counts = {n: len(changed(own, best[n].config)) for n in near}
-    peaks = {n: best[n].peak + of_busy_experts(best[n].plan, best[n].config) for n in near}
-    roomy = [n for n in near if peaks[n] <= machine.limit] or near
+    roomy, spare = _with_room(best, near, machine)
     known = _known(own, yours)
 
     def cost(n: int) -> tuple[int, int, float]:
@@ -86,8 +88,7 @@ def to_take(
     of = f"within {CLOSE:.0%} of the first"
     if are_left:
         of = f"without hidden messages and within {CLOSE:.0%} of the fastest such plan"
-    if len(roomy) < len(near):
-        of += f" {len(roomy)} have room for an uneven load of their experts. Of these"
+    of += spare
     others_need = frozenset[str]().union(*(demands(best[n]) for n in roomy))
     if without := sorted(others_need - known - demands(best[taken])):
         of += f", without {', '.join(without)},"
@@ -107,12 +108,35 @@ def to_take(
     return taken + 1, line + others
 
 
+def _with_room(
+    best: Sequence[TimedPlan], near: list[int], machine: Machine
+) -> tuple[list[int], str]:
+    """Return (the plans with room, all if none has it; a text on them, "" if all have it).
+
+    Args:
+        best: the plans of the report.
+        near: indices in `best` of the plans that may be taken.
+    """
+    peaks = {n: best[n].peak + of_busy_experts(best[n].plan, best[n].config) for n in near}
+    spare = _SPARE * machine.device
+    roomy = [n for n in near if peaks[n] + spare <= machine.limit] or near
+    if len(roomy) == len(near):
+        return roomy, ""
+    text = f" {len(roomy)} have {_SPARE:.0%} of a device to spare"
+    if any(peaks[n] > best[n].peak for n in near):
+        text += ", also with an uneven load of their experts"
+    return roomy, f"{text}. Of these"
+
+
 def demands(x: TimedPlan) -> frozenset[str]:
     """Return, in words, what a plan needs in addition to a plain pipeline."""
     par = x.config.parallel
     found = []
     if par.use_megatron_fsdp:
         found.append(_SHARDED)
+        place = x.plan.schedule.placement
+        if par.shards_weights and place.num_stages == place.num_ranks:
+            found.append(_AT_ONCE)
     elif par.pipeline_model_parallel_size == 1 and par.num_virtual_stages_per_pipeline_rank:
         found.append("virtual stages of one pipeline rank")
     if x.moves:
@@ -132,7 +156,7 @@ def _known(own: Config, yours: TimedPlan | None) -> frozenset[str]:
     """
     if yours is not None:
         return demands(yours)
-    return frozenset([_SHARDED] * own.parallel.use_megatron_fsdp)
+    return frozenset([_SHARDED, _AT_ONCE] * own.parallel.use_megatron_fsdp)
 
 
 def _unmeasured(best: TimedPlan, sure: TimedPlan) -> str:

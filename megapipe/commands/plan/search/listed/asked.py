@@ -10,6 +10,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.plan.seconds.page import recomputes
 from megapipe.plan.seconds.step import layout_of
+from megapipe.plan.split import schedule_name
 from megapipe.schedule import SCHEDULES
 from megapipe.schedule.catalogue import PLAIN
 
@@ -140,10 +141,19 @@ def own_values(own: Config) -> dict[str, str]:
     # A run without --micro-batch-size has no layout yet; one sequence stands for it.
     whole = own.with_fields(micro_batch_size=own.batch.micro_batch_size or 1)
     found = {axis: str(x) for axis, x in zip(NUMBERS, layout_of(whole), strict=True)}
-    found["schedule"] = own.parallel.pipeline_schedule or PLAIN
+    found["schedule"] = own_schedule(own)
     found["recompute"] = _word(recomputes(own.model))
     found["sharding"] = _word(own.parallel.shards_grads)
     return found
+
+
+def own_schedule(own: Config) -> str:
+    """Return the schedule of the user's flags, such as interleaved for several stages on a rank."""
+    try:
+        return schedule_name(own)
+    except ConfigError:
+        # The flags do not give each rank a whole number of stages, which another check reports.
+        return PLAIN
 
 
 def allows_change(asked: SearchRestrictions, own: Config, changed: Config) -> bool:
