@@ -291,6 +291,17 @@ def test_a_plan_with_room_is_told_what_a_step_takes_without_its_recomputation(fu
     assert steps[1] < less * steps[0]
 
 
+def test_a_vocabulary_that_makes_stages_unequal_is_named_as_what_mends_them(capsys):
+    """4.6% of a step was unequal stages, no page said what mends them, and no search tries it."""
+    own = (
+        "--pipeline-model-parallel-size 4 --use-distributed-optimizer --global-batch-size 16 --padded-vocab-size 128000"
+    )
+    found, _ = changes(capsys, own)
+    (seconds,) = (x[1] for x in found if x[0] == "--vocab-parallel-pipeline")
+    _, said = changes(capsys, f"{own} --vocab-parallel-pipeline")
+    assert f"predicted step {seconds:.4g} s" in said
+
+
 def test_a_schedule_that_hides_no_messages_is_named_next_to_one_that_does(capsys):
     """An engineer with 1F1B was told of dualpipe-v alone, whose hiding no GPU has measured."""
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --sequence-parallel"

@@ -152,6 +152,10 @@ def _changes(config: Config, limit: float | None) -> Iterator[dict[str, Any]]:
         for name, chunks in schedules_of(config):
             if chunks is None and name != par.pipeline_schedule:
                 yield {"pipeline_schedule": name}
+    # With a memory limit such a table may take minutes.
+    may_share = par.pipeline_model_parallel_size > 1 and par.memory_limit_gib is None
+    if may_share and not par.vocab_parallel_pipeline:
+        yield {"vocab_parallel_pipeline": True}
     if par.use_megatron_fsdp and par.pipeline_model_parallel_size == 1:
         # Only within a limit a run lets go of weights that it has gathered.
         limited = {}

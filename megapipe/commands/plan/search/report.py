@@ -34,8 +34,9 @@ _OF_SCHEDULES = 3 * BEST
 """Plans of a report that compares schedules: each may have a line with pairs and one without."""
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
 NOT_SEARCHED = (
-    "not searched: no plan has --vocab-parallel-pipeline, or --pipeline-slices unless they are "
-    "given; every plan keeps your kinds of attention, precision, kernels and CUDA graphs."
+    "not searched: no plan has --vocab-parallel-pipeline, even if it is given: try plan with it by "
+    "hand. --pipeline-slices are tried if they are given. Every plan keeps your kinds of "
+    "attention, precision, kernels and CUDA graphs."
 )
 """What the user may try by hand."""
 NOT_OF_EXPERTS = "--moe-permute-fusion and --moe-grouped-gemm change nothing in any plan."

@@ -169,6 +169,8 @@ class SearchResults:
         """
         done, among = self.far
         looked = f" at {done:,} of {among:,} plans" if among else " before it had listed all plans"
+        if among and done == among:
+            looked = f" after all {among:,} plans, before the best of them were made as a run does"
         self.stopped = self.stopped or f"{looked}{why}"
 
     def take(self, made: TimedPlan | None, machine: Machine) -> None:
