@@ -103,7 +103,11 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError([*problems, *tool.without_unread(run.without_unread(others))])
     if flags.search:
         _, of_run = split_among(Flags, argv)
-        tell(*searched(config, flags, of_run), flags.json)
+        report, found, wrong = searched(config, flags, of_run)
+        tell(report, found, flags.json)
+        # After minutes of a search the page must not be lost to a wrong number of a plan.
+        if wrong is not None:
+            raise wrong
         return
     # These import torch, which takes two seconds: as long as a search until its first plan.
     from megapipe.training.check import start_block

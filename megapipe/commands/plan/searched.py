@@ -122,7 +122,9 @@ def sought(own: Config, flags: SearchFlags) -> Sought:
     return Sought(config.with_fields(**overlap), devices, asked)
 
 
-def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def searched(
+    own: Config, flags: SearchFlags, argv: Sequence[str]
+) -> tuple[str, dict[str, Any], ConfigError | None]:
     """Search for the best plans.
 
     Args:
@@ -131,7 +133,7 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
             that do not go with it.
     Returns: (the report as text, the numbers as JSON: "plans" has the best ones, "yours" the user's
         own plan or None, with "one_change", and "take" the plan to take: its number from 1 in
-        "plans", "yours", or None without plans).
+        "plans", "yours", or None without plans; an error about --why, which no list can answer).
     Raises: ConfigError with every problem of the flags.
     """
     config, devices, asked = sought(own, flags)
@@ -192,9 +194,12 @@ def searched(own: Config, flags: SearchFlags, argv: Sequence[str]) -> tuple[str,
     text = [f"{devices} devices of {machine}; assumed: {assumed}"]
     text += [*other_device(flags.memory_gib, device), *yours.linked, *said]
     text.append(report(found, machine, device, yours, partial(undone, argv), take=take))
+    wrong = None
     if flags.why:
-        text.append(why(flags.why, best, yours))
-    return "\n".join(text), numbers
+        table, problems = answer(lambda: why(flags.why, best, yours))
+        text.append(table or "")
+        wrong = ConfigError(problems) if problems else None
+    return "\n".join(text), numbers, wrong
 
 
 def _uneven(config: Config, devices: int, asked: SearchRestrictions) -> list[str]:

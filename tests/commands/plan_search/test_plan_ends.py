@@ -87,7 +87,8 @@ def test_time_or_an_interrupt_while_slices_are_tried_leaves_the_plans_so_far(mon
     monkeypatch.setattr("megapipe.commands.plan.searched.try_slices", sliced)
     words = [*MODEL.split(), "--global-batch-size", "4", "--world-size", "2", "--pipeline-slices", "2"]
     flags = SearchFlags(search=True, search_jobs=1, search_seconds=seconds)
-    text, numbers = searched(parse(Config, words), flags, words)
+    text, numbers, wrong = searched(parse(Config, words), flags, words)
+    assert wrong is None
     assert numbers["plans"]
     assert "these are the best plans until then" in text
 

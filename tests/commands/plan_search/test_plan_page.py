@@ -87,6 +87,13 @@ def test_a_line_that_cannot_be_is_refused(line, says):
     assert [words for words in says if words not in str(refused.value)] == []
 
 
+def test_a_page_is_printed_before_a_wrong_number_of_a_plan_is_refused(capsys):
+    """Two minutes of a search were lost to --why 1 99."""
+    with pytest.raises(ConfigError, match="--why 99 is no plan of the list"):
+        main([*MODEL.split(), *SMALL.split(), "--among", "tp=1", "--why", "1", "99"])
+    assert "\n 1. " in capsys.readouterr().out
+
+
 def test_a_batch_that_devices_cannot_share_is_said_with_those_that_they_can(capsys, tmp_path):
     """A search for 24 devices found only plans of 3 and 6 stages, and 240 sequences had faster ones."""
     _, said = run_search("--global-batch-size 7 --world-size 3 --among pp=1", capsys, tmp_path)
