@@ -130,7 +130,7 @@ def refused_in_slices(name: str) -> bool:
 
 
 def test_the_docs_name_the_schedules_that_some_numbers_of_slices_are_refused_for():
-    named = re.search(r"So some sizes of (.*?) are refused", SLICES, re.DOTALL)[1]
+    named = re.search(r"slices of its microbatch\. So (.*?) are refused", SLICES, re.DOTALL)[1]
     assert set(re.findall(r"`(.*?)`", named)) == set(filter(refused_in_slices, FIXED))
 
 
