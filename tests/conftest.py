@@ -25,8 +25,6 @@ WAITING = (
     "lock",
 )
 
-FEW, MANY = 9, 30  # threads, three of each group of gloo
-
 
 def pytest_configure(config):
     """Each worker but the first, which waits most, keeps to its share of the cores. Ranks that are threads of a process
@@ -47,7 +45,7 @@ class Frozen:
 
     A test that trains in this process may undo that: then each collection of all later tests took 0.2 s. Or it freezes
     its own groups, too, though they are garbage. Three threads of each wake 100 times a second: 240 groups took half
-    a core from all later tests. Only then is all looked through, which takes 0.5 s.
+    a core from all later tests.
     """
 
     def pytest_collection_finish(self):
@@ -55,19 +53,10 @@ class Frozen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self):
-        if threads() > self.threads + FEW:
-            gc.collect()  # what came since the last freeze
-        if threads() > self.threads + MANY:
-            self.settle()
-        self.threads = min(self.threads, threads())
-        if self.witness() is None:
-            self.freeze()
-
-    def settle(self):
-        if gc.get_freeze_count() > self.frozen:  # the test froze, too
+        if threads() > self.threads + 30:
             self.freeze_anew()
-        else:  # ranks still wait for one that has failed
-            self.threads = threads()
+        elif self.witness() is None:
+            self.freeze()
 
     def freeze_anew(self):
         gc.unfreeze()
@@ -81,7 +70,6 @@ class Frozen:
         witness.own = witness
         self.witness = weakref.ref(witness)
         gc.freeze()
-        self.frozen = gc.get_freeze_count()
 
 
 def threads():
