@@ -41,11 +41,11 @@ def one_change(
 ) -> list[str]:
     """Return lines on the changes of one flag that shorten a step most: at most four.
 
-    Of each flag the best value counts; of schedules the best that pairs passes and the best of the
-    others. And a bucket size brings the flag that it needs. A run has
-    to accept the change, and a step has to be 1% shorter. If the plan does not fit the machine, the
-    lines name changes that make it fit instead, however long the step. The list is empty for tables
-    that take long to make.
+    Of each flag the best value counts; of schedules the best that pairs passes, and the best of the
+    others. A bucket size brings the flag that it needs. A run has to accept the change, and a step
+    has to be 1% shorter. If the plan does not fit the machine, the lines name changes that make it
+    fit, however long the step. If no change does, a line says so. The list is empty for tables that
+    take long to make.
 
     Args:
         mine: the plan that is changed.
