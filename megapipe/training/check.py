@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -201,7 +202,7 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
     peak_gib = max(plan.peak_bytes) / 2**30
     lines = [
         _layout(config),
-        f"flags: {' '.join(to_flags(shown))}",
+        f"flags: {shlex.join(to_flags(shown))}",
         start_block(config),
         *(f"missing: {text}" for text in [*missing, *assumed]),
         *(f"on this machine: {text}" for text in here),

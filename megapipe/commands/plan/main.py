@@ -19,6 +19,8 @@ from megapipe.commands.main import tell
 from megapipe.commands.plan.one_change import one_change_of
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.listed.asked import joined
+from megapipe.commands.plan.search.taken import YOURS
+from megapipe.commands.plan.search.why import TAKE
 from megapipe.commands.plan.searched import SearchFlags, searched, sought
 from megapipe.commands.plan.telling import goes_on, slow
 from megapipe.commands.plan.verdict import crossing_line, host_of, load_line, other_device
@@ -209,6 +211,9 @@ def _wrong(flags: Flags, config: Config) -> Iterator[str]:
         if flags.why and len(flags.why) != 2:
             given = " ".join(flags.why)
             yield f"--why {given}: give two plans, such as --why 1 yours."
+        for word in flags.why:
+            if not word.isdecimal() and word not in (YOURS, TAKE):
+                yield f"--why {word}: give a number of the list, {YOURS} or {TAKE}."
         return
     names = ["fix", "among", "without", "why", "search_jobs", "search_seconds"]
     if flags.memory_gib is None and not device.capacity:

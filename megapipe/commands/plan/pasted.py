@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 
 from megapipe.commands.plan.search.hiding import OVERLAP
 from megapipe.commands.plan.search.listed.asked import own_schedule
 from megapipe.config import Config
+from megapipe.errors import ConfigError
 from megapipe.flags.flag import flags_of as all_flags
 from megapipe.flags.fork import SWITCHES
 from megapipe.flags.old_names import OLD_NAMES
 from megapipe.flags.parse import read
 from megapipe.flags.unset import unset
+from megapipe.plan.split import chunks_of
 
 _ALWAYS = (
     "tensor_model_parallel_size",
@@ -144,4 +147,12 @@ def changed(own: Config, config: Config) -> list[str]:
     schedule = own_schedule(own)
     micro = own.batch.micro_batch_size or 1
     own = own.with_fields(pipeline_schedule=schedule, micro_batch_size=micro)
+    if own.parallel.num_layers_per_virtual_pipeline_stage is not None:
+        # Another flag says the same.
+        with suppress(ConfigError):
+            chunks = chunks_of(own)
+            own = own.with_fields(
+                num_layers_per_virtual_pipeline_stage=None,
+                num_virtual_stages_per_pipeline_rank=chunks,
+            )
     return left_out(own, config)

@@ -17,18 +17,17 @@ from megapipe.checks.vocabulary import vocabulary, with_vocabulary
 from megapipe.commands.plan.one_change import one_change
 from megapipe.commands.plan.pasted import flags_of, pasted, undone
 from megapipe.commands.plan.search.final import of_run
-from megapipe.commands.plan.search.hiding import OVERLAP
+from megapipe.commands.plan.search.hiding import HIDING, OVERLAP, hides_unmeasured, overlapped
+from megapipe.commands.plan.search.judged.found import SearchResults
+from megapipe.commands.plan.search.judged.judging import Tell
+from megapipe.commands.plan.search.like_yours import like_yours, narrowed
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions, asked_of
-from megapipe.commands.plan.search.report import (
-    UserPlan,
-    best_of,
-    report,
-    summary,
-    why,
-)
+from megapipe.commands.plan.search.listing import best_of
+from megapipe.commands.plan.search.report import UserPlan, report, summary
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.search.taken import to_take
+from megapipe.commands.plan.search.why import why
 from megapipe.commands.plan.telling import Telling, ends_within, goes_on, slow
 from megapipe.commands.plan.verdict import NO_HOST, Machine, MemoryFlags, host_of, other_device
 from megapipe.config import Config, ParallelConfig
@@ -63,7 +62,8 @@ class SearchFlags(MemoryFlags):
     hiding (of communication: by pairs of passes, so without dualpipe and dualpipe-v too, by
     --tp-comm-overlap or by --overlap-grad-reduce)."""
     why: tuple[str, ...] = ()
-    """With --search: compare two plans of the list by cause, such as 1 3 or 1 yours."""
+    """With --search: compare two plans of the list by cause, such as 1 3, 1 yours or take yours,
+    where take is the plan to take."""
     search_jobs: int | None = None
     """Processes of --search. Default: the number of cores."""
     search_seconds: float = 600.0
@@ -89,6 +89,78 @@ class Sought(NamedTuple):
     config: Config
     devices: int
     asked: SearchRestrictions
+
+
+@dataclass(frozen=True)
+class Searching:
+    """Searches of one model on one kind of devices, which end at one time.
+
+    `plans` runs a search, and `like_yours` one among plans with the user's own pp and schedule.
+
+    Attributes:
+        config: the run without its layout.
+        devices: the number of processes.
+        vocab: the size of the tokenizer.
+        jobs: processes that judge plans.
+        ends: the time at which all searches end, by the monotonic clock.
+    """
+
+    config: Config
+    devices: int
+    device: Device
+    vocab: int
+    jobs: int
+    ends: float
+
+    @property
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return self.ends - time.monotonic()
+
+    def plans(
+        self, machine: Machine, asked: SearchRestrictions, tell: Tell = lambda *_: None
+    ) -> SearchResults:
+        """Return what a search of at least a second finds.
+
+        Args:
+            machine: the memory of a device and of a host.
+            asked: the restrictions of the search.
+            tell: called with the progress of the search.
+        """
+        return search(
+            self.config,
+            self.devices,
+            machine,
+            self.device,
+            self.vocab,
+            tell,
+            asked=asked,
+            jobs=self.jobs,
+            seconds=max(1, self.left),
+        )
+
+    def like_yours(
+        self, own: Config, yours: TimedPlan | None, machine: Machine, asked: SearchRestrictions
+    ) -> TimedPlan | None:
+        """Return the plan to take of those with the user's own pp and schedule.
+
+        Args:
+            own: the configuration of the user's own flags.
+            yours: the plan of these flags; None if there is none.
+            machine: the memory of a device and of a host.
+            asked: the user's restrictions of the search.
+        Returns: None if no such plan may be had, or if no time is left.
+        """
+        narrow = narrowed(asked, own, hides=yours is not None and hides_unmeasured(yours))
+        if narrow is None or self.left < 1:
+            return None
+        config = self.config
+        # Data-parallel messages are hidden as in all plans of the first search.
+        if HIDING not in asked.without:
+            config = overlapped(config)
+        with goes_on("searching again, with your own pp and schedule"):
+            again = replace(self, config=config).plans(machine, narrow)
+        return like_yours(again, own, yours, machine, self.device)
 
 
 def sought(own: Config, flags: SearchFlags) -> Sought:
@@ -131,8 +203,8 @@ def searched(
         own: the configuration of the user's flags.
         argv: the run's flags on the command line. The flags of a found plan take back the ones
             that do not go with it.
-    Returns: (the report as text, the numbers as JSON: "plans" has the best ones, "yours" the user's
-        own plan or None, with "one_change", and "take" the plan to take: its number from 1 in
+    Returns: (the report as text, the numbers as JSON: "plans" has the best ones and "why" each is
+        listed, "yours" the user's own plan or None, with "one_change", and "take" the plan to take: its number from 1 in
         "plans", "yours", or None without plans; an error about --why, which no list can answer).
     Raises: ConfigError with every problem of the flags.
     """
@@ -153,52 +225,46 @@ def searched(
     ends = time.monotonic() + flags.search_seconds
     if yours.plan is not None:
         telling.first(f"yours: {in_short(seconds_of(yours.plan, device))}")
-    found = search(
-        config,
-        devices,
-        machine,
-        device,
-        size,
-        telling,
-        asked=asked,
-        jobs=jobs,
-        seconds=flags.search_seconds,
-    )
+    searching = Searching(config, devices, device, size, jobs, ends)
+    found = searching.plans(machine, asked, telling)
     # Slices are tried for the best layouts alone, as they multiply the tables.
     if slices is not None:
         try:
-            with ends_within(ends - time.monotonic()):
+            with ends_within(searching.left):
                 try_slices(found, slices, machine, device, config.parallel)
         except KeyboardInterrupt as ended:
             found.stop(str(ended))
-    best = best_of(found)
-    numbers: dict[str, Any] = {
-        "plans": [_row(x, undone(argv, x.config)) for x in best],
-        "yours": None,
-        "take": None,
-    }
-    if yours.plan is not None:
-        numbers["yours"] = _row(yours.plan) | {"one_change": yours.changes}
-    take = ""
-    if best:
-        numbers["take"], take = to_take(best, own, yours.plan, machine)
-    assumed = f"{device.assumed}, {device.to_host}"
+    if not (found.stopped or found.by_schedule):
+        found.like_yours = searching.like_yours(own, yours.plan, machine, asked)
+    listed = best_of(found)
+    best = [x.plan for x in listed]
+    lacking = ""
     if not best and not found.stopped and found.lost[NO_HOST]:
-        left = ends - time.monotonic()
         wide = replace(machine, host=inf)
         with goes_on("searching again, for a host with room"):
-            others = search(
-                config, devices, wide, device, size, asked=asked, jobs=jobs, seconds=max(1, left)
-            )
-        take = _lacks_host(best_of(others), machine, device, argv)
+            others = best_of(searching.plans(wide, asked))
+        lacking = _lacks_host([x.plan for x in others], machine, device, argv)
+    assumed = f"{device.assumed}, {device.to_host}"
     text = [f"{devices} devices of {machine}; assumed: {assumed}"]
     text += [*other_device(flags.memory_gib, device), *yours.linked, *said]
-    text.append(report(found, machine, device, yours, partial(undone, argv), take=take))
+    text.append(report(found, machine, device, yours, partial(undone, argv), lacking))
+    rows = [_row(x.plan, undone(argv, x.plan.config)) | {"why": x.why} for x in listed]
+    numbers: dict[str, Any] = {"plans": rows, "yours": None, "take": None}
+    if yours.plan is not None:
+        numbers["yours"] = _row(yours.plan) | {"one_change": yours.changes}
+    advice = None
+    if best:
+        advice = to_take(best, own, yours.plan, machine)
+        numbers["take"] = advice.number
     wrong = None
     if flags.why:
-        table, problems = answer(lambda: why(flags.why, best, yours))
+        taken = advice and advice.plan
+        table, problems = answer(lambda: why(flags.why, best, yours.plan, taken))
         text.append(table or "")
         wrong = ConfigError(problems) if problems else None
+    # A terminal shows the end of a long page.
+    if advice is not None:
+        text += advice.lines(machine)
     return "\n".join(text), numbers, wrong
 
 

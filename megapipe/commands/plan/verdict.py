@@ -16,26 +16,29 @@ from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.logits import FREE
 from megapipe.plan.seconds.device import DEVICES, Device
 from megapipe.plan.seconds.messages import expert_extent
+from megapipe.plan.seconds.step import TimedPlan
 from megapipe.plan.table import checkpoint_bytes, fits, waiting_bytes
 
 MEMORY = 80.0
 """GiB of a device for --search, if --rates does not know the memory of its device."""
 RESERVED = (
-    f"reserved: {FREE:.0%} of a device unless --reserved-gib says otherwise, assumed for what no "
-    "plan counts: CUDA's context (about 0.5 GiB), NCCL's buffers (up to 0.6 a communicator), "
-    "workspaces and fragments; and a device shows a little less than it is sold with (79.1 of an "
-    "H100's 80 GiB)."
+    f"reserved: {FREE:.0%} of a device unless --reserved-gib says otherwise, for what no plan "
+    "counts: CUDA's context, NCCL's buffers (up to 0.6 GiB a communicator), workspaces, fragments."
 )
 HOST = (
-    "on a host: data-parallel ranks divide the writing, and with sharded weights each rank's "
-    "weights wait there at the start, so more tensor, pipeline or expert ranks need less. "
-    "--no-save-optim saves weights alone. Without --host-memory-gib the host of --rates counts: "
-    "2,048 for H100s, as in a DGX."
+    "on a host: saved state, divided by data-parallel ranks, sharded weights at the start, and "
+    "copies. More tp, pp or ep or --no-save-optim need less. It has what --host-memory-gib or "
+    "--rates say."
 )
 _BUSY = 1.3
 """Tokens of the busiest rank's experts over the mean, for which a plan says what they need.
 
 docs/experts.md shows where the log of a run has its own number.
+"""
+_PUBLISHED = ((1.90, 1.35), (3.42, 1.69))
+"""Two layouts of experts between nodes: (predicted, measured) step over that of one within nodes.
+
+docs/log/performance.md has these published runs.
 """
 NO_HOST = "without room on the host to start, or for a save and copied activations"
 
@@ -241,15 +244,34 @@ def load_line(plan: Plan, config: Config, limit: float = inf) -> str:
     return f"{text}. That is {short / GIB:.3g} more than it may take"
 
 
+def crosses(config: Config, device: Device) -> bool:
+    """Return whether the experts of a layout exchange tokens between nodes."""
+    return config.model.has_experts and expert_extent(config) > device.node
+
+
 def crossing_line(config: Config, device: Device) -> str:
     """Return a line that warns of the predicted time of experts' messages between nodes.
 
     The line is "" if these messages stay within a node, or if there are no experts.
     """
-    if not config.model.has_experts or expert_extent(config) <= device.node:
+    if not crosses(config, device):
         return ""
+    pairs = [f"{measured:g} times as long where {told:g}" for told, measured in _PUBLISHED]
     return (
-        "its experts exchange tokens between nodes. Two such layouts took 1.35 and 1.69 times as "
-        "long as one within nodes in published runs, where 1.90 and 3.42 times were predicted: "
-        "so this plan may be much faster than is said here, and a layout within nodes gain less"
+        "its experts exchange tokens between nodes: two such layouts took "
+        f"{' and '.join(pairs)} times was predicted (published runs, against one within nodes), so "
+        "this plan may be much faster than is said here, and a layout within nodes gain less"
     )
+
+
+def published_range(x: TimedPlan, other: TimedPlan, device: Device) -> str:
+    """Return how much longer a plan may take than another one by the two published pairs.
+
+    The text begins with "; ". It is "" unless experts exchange tokens between nodes in the first
+    plan alone: how far the ratio of two other plans is off is not known.
+    """
+    if not crosses(x.config, device) or crosses(other.config, device):
+        return ""
+    ratio = x.step / other.step
+    low, high = sorted(ratio * measured / told for told, measured in _PUBLISHED)
+    return f"; by the two published pairs {low:.1f} to {high:.1f} times as long, so measure first"

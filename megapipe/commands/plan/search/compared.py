@@ -108,7 +108,6 @@ def simpler(
         if x.kind == (False, True) and not x.moves:
             layouts.setdefault(x.layout, x)
     for x in [*layouts.values()][:_LAYOUTS]:
-        for name, chunks in schedules_of(x.config):
-            simple = name in _SIMPLE and chunks in (None, 2)
-            if simple and asked.allows_schedule(name):
+        for name, chunks in asked.schedules(schedules_of(x.config)):
+            if name in _SIMPLE and chunks in (None, 2, asked.chunks):
                 yield replace(x, config=under(x.config, name, chunks))

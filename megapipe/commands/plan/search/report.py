@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megapipe.commands.plan.pasted import pasted
-from megapipe.commands.plan.search.compared import has_units, plain_instead
+from megapipe.commands.plan.search.compared import has_units
 from megapipe.commands.plan.search.hiding import hides_unmeasured, pairs_passes
-from megapipe.commands.plan.search.judged.found import SearchResults, leaner
-from megapipe.commands.plan.search.judged.screen import kind_of
-from megapipe.commands.plan.search.search import BEST
-from megapipe.commands.plan.search.taken import CLOSE, YOURS, demands, is_equal, plainest
+from megapipe.commands.plan.search.judged.found import SearchResults
+from megapipe.commands.plan.search.listing import best_of
+from megapipe.commands.plan.search.taken import CLOSE, YOURS, is_equal
 from megapipe.commands.plan.verdict import (
     HOST,
     NO_HOST,
@@ -20,57 +19,49 @@ from megapipe.commands.plan.verdict import (
     Machine,
     crossing_line,
     load_line,
+    published_range,
 )
 from megapipe.config import Config
-from megapipe.errors import ConfigError
+from megapipe.plan import GIB
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.page import digest, in_short, numbers, recomputes
-from megapipe.plan.seconds.step import Layout, TimedPlan
+from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule import Kind
 
-_SIMPLE = 3
-"""Layouts of a report that need no more than a plain pipeline."""
-_OF_SCHEDULES = 3 * BEST
-"""Plans of a report that compares schedules: each may have a line with pairs and one without."""
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
-NOT_SEARCHED = (
-    "not searched: no plan has --vocab-parallel-pipeline, even if it is given: try plan with it by "
-    "hand. --pipeline-slices are tried if they are given. Every plan keeps your kinds of "
-    "attention, precision, kernels and CUDA graphs."
-)
-"""What the user may try by hand."""
-NOT_OF_EXPERTS = "--moe-permute-fusion and --moe-grouped-gemm change nothing in any plan."
+_LEAN = 0.5
+"""The fraction of the memory that plans may take from which a line says how to ask for less."""
 NO_PIPELINE = (
-    "on 1 pipeline rank: sharded weights are gathered stage by stage, as FSDP does unit by unit. "
-    "So such a plan has a schedule and --num-virtual-stages-per-pipeline-rank too: a virtual stage "
-    "is the layers that are gathered together. Without sharding, the gradients of a virtual stage "
-    "are summed while other gradients are computed. Nothing is sent between stages."
+    "on 1 pipeline rank a virtual stage is the layers that are gathered together, as FSDP does "
+    "unit by unit, or whose gradients are summed while others are computed. Nothing is sent."
 )
 """Why a plan without a pipeline has stages."""
+_MEANING = "what these numbers mean, the same on each page:"
+_NOT_SEARCHED = (
+    "not searched: --vocab-parallel-pipeline, even if given (try it by hand), and other kinds of "
+    "attention, precision, kernels and CUDA graphs than yours. --pipeline-slices only if given."
+)
+_NOT_OF_EXPERTS = " --moe-permute-fusion and --moe-grouped-gemm change nothing."
 LeftOut = Callable[[Config], list[str]]
 """Returns the user's flags that a plan cannot have, by its configuration."""
 
 
-def errors(*, experts: bool) -> str:
-    """Return a line on the errors of predictions, measured by tools/bench/published.
+def _errors(*, experts: bool) -> str:
+    """Return text on the errors of predictions, measured by tools/bench/published.
 
     Args:
         experts: the model has experts. Few of their layouts were ever compared.
     """
-    differ = "schedule, recomputation or expert tensor parallelism"
-    unknown = (
-        "in the two published pairs, of experts, messages between nodes took less than predicted, "
-        "and ratios were off by 41% and 103%"
-    )
-    if not experts:
-        differ = "schedule or recomputation"
-        unknown = "no published pair of dense models differs so"
+    differ = "schedule or recomputation"
+    unknown = "no such pair of dense models is published"
+    if experts:
+        differ = "schedule, recomputation or expert tensor parallelism"
+        unknown = "two of experts, with messages between nodes, off by 41% and 103%"
     return (
-        "how sure: predicted seconds are off by 12% on average, 43% at most (29 published runs). "
-        f"For layouts of one model that differ in {differ}, ratios are off by less than "
-        f"{CLOSE:.0%} (30 published pairs), so closer ones of them are called equal. Between other "
-        f"layouts little is known: {unknown}. Messages of --tp-comm-overlap and messages of passes "
-        "in pairs are assumed to hide as far as products are longer: no GPU has measured either."
+        "how sure: seconds are off by 12% on average, 43% at most (29 published runs); ratios of "
+        f"layouts that differ in {differ} by less than {CLOSE:.0%} (30 pairs), so closer ones are "
+        f"called equal; of others little is known ({unknown}). Pairs of passes and "
+        "--tp-comm-overlap are assumed to hide messages as far as products last: not measured."
     )
 
 
@@ -95,52 +86,13 @@ class UserPlan:
     linked: tuple[str, ...] = ()
 
 
-def best_of(found: SearchResults) -> list[TimedPlan]:
-    """Return about ten plans, fastest first: the best of each kind, the lean ones, then others.
-
-    A kind is (whether weights are sharded, whether there is a pipeline, whether single activations
-    are offloaded or recomputed). A lean plan needs a tenth less memory than every faster one. The
-    plainest plan of those nearly as fast as the first is among them too. So is the fastest that
-    hides no messages within passes, and of these the fastest three layouts without any of
-    `demands`. Where schedules are compared, the best plan of each is. Virtual stages of an only
-    pipeline rank are left out if they gain less than a percent.
-
-    Args:
-        found: the result of the search.
-    """
-    kept = [plain_instead(x, found.finished) for x in found.best.values()]
-    ranked = sorted(kept, key=lambda x: x.step)
-    first: dict[tuple[object, ...], TimedPlan] = {}
-    for x in ranked:
-        first.setdefault((*kind_of(x.config), x.moves), x)
-    chosen = {id(x): x for x in (*first.values(), *leaner(ranked))}
-    named = [plainest(found.finished)]
-    if sure := [x for x in found.finished if not hides_unmeasured(x)]:
-        named.append(plain_instead(min(sure, key=lambda x: x.step), found.finished))
-    # Of several layouts, as the fastest may lack room for an uneven load of experts.
-    simple: dict[Layout, TimedPlan] = {}
-    for x in sorted(sure, key=lambda x: x.step):
-        if not demands(x):
-            simple.setdefault(x.layout, x)
-    named += [*simple.values()][:_SIMPLE]
-    chosen |= {id(x): x for x in named if x is not None}
-    most = BEST
-    if found.by_schedule:
-        most = _OF_SCHEDULES
-    for x in ranked:
-        if len(chosen) >= most:
-            break
-        chosen[id(x)] = x
-    return sorted(chosen.values(), key=lambda x: x.step)
-
-
 def report(
     found: SearchResults,
     machine: Machine,
     device: Device | None = None,
     yours: UserPlan | None = None,
     undone: LeftOut = _none,
-    take: str = "",
+    lacking: str = "",
 ) -> str:
     """Return the text with the best plans, their flags to paste, and why the others are out.
 
@@ -150,10 +102,10 @@ def report(
         device: the device whose peak MFU is measured by; None for an H100.
         yours: the plan of the user's own flags; None to leave it out.
         undone: says which of the user's flags a plan cannot have.
-        take: a line on the plan to take where others are nearly as fast as the first. If nothing
-            fits, lines on plans for which the host alone is short.
+        lacking: if nothing fits, lines on plans for which the host alone is short.
     """
-    best = best_of(found)
+    listed = best_of(found)
+    best = [x.plan for x in listed]
     ended = ""
     if found.stopped:
         ended = f"the search was stopped{found.stopped}; these are the best plans until then\n"
@@ -165,21 +117,23 @@ def report(
     if not best and not any(found.lost.values()):
         return f"{ended}no plan of the search has what --fix, --among and --without ask for"
     device = device or Device()
+    has_host = bool(best or found.lost[NO_HOST])
     if not best:
         lines = [f"{ended}nothing fits: {_lost(found)}"]
-        if take:
-            lines.append(take)
+        if lacking:
+            lines.append(lacking)
         elif (x := found.nearest) is not None:
             lines.append(f"least memory: {summary(x, device)}")
             lines += [
                 f"      {machine.fits(x.plan, x.config)}",
                 f"      {pasted(x.config, undone(x.config))}",
             ]
-        return "\n".join([*lines, *_notes(found)])
+        return "\n".join([*lines, RESERVED, *[HOST] * has_host])
     first = best[0]
     lines = []
-    for n, x in enumerate(best, 1):
-        lines.append(f"{n:2}. {summary(x, device)}")
+    for n, one in enumerate(listed, 1):
+        x = one.plan
+        lines.append(f"{n:2}. {one.why}: {summary(x, device)}")
         if n > 1:
             lines.append(f"      {_slower(x, first)}")
         lines.append(f"      {machine.fits(x.plan, x.config)}")
@@ -190,25 +144,36 @@ def report(
         lines.append(f"of plan 1 {load}")
     if first.moves:
         lines.append(_without(found, best, undone))
+    if min(x.peak for x in best) > _LEAN * machine.limit:
+        lines.append(_leaner(machine))
+    lines.append(f"the other plans: {_lost(found)}")
+    return ended + "\n".join([*lines, *_meaning(best)])
+
+
+def _leaner(machine: Machine) -> str:
+    """Return a line on how to ask for plans that need half of the memory that plans may take."""
+    half = _LEAN * machine.limit / GIB
+    free = machine.device / GIB - half
+    return (
+        f"plans may fill all of the {machine.limit / GIB:.3g} GiB, and all of these need more than "
+        f"half: --reserved-gib {free:.3g} asks for plans of at most {half:.3g}"
+    )
+
+
+def _meaning(best: list[TimedPlan]) -> list[str]:
+    """Return a heading and lines on what the figures of a page mean.
+
+    Args:
+        best: the plans of the list, fastest first.
+    """
+    experts = best[0].config.model.has_experts
+    sure = _errors(experts=experts)
+    if hides_unmeasured(best[0]):
+        sure += " Plan 1 rests on this."
+    lines = [RESERVED, HOST, sure, _NOT_SEARCHED + _NOT_OF_EXPERTS * experts]
     if any(has_units(x.config) for x in best):
         lines.append(NO_PIPELINE)
-    lines.append(f"the other plans: {_lost(found)}")
-    experts = first.config.model.has_experts
-    sure = errors(experts=experts)
-    if hides_unmeasured(first):
-        sure += " Plan 1 rests on this."
-    lines += [*_notes(found), sure, NOT_SEARCHED]
-    if experts:
-        lines.append(NOT_OF_EXPERTS)
-    # A terminal shows the end of a long page.
-    if take:
-        lines.append(take)
-    return ended + "\n".join(lines)
-
-
-def _notes(found: SearchResults) -> list[str]:
-    """Return what the page's figures of memory mean, and the remedy for plans without room."""
-    return [RESERVED, *[HOST] * bool(found.best or found.lost[NO_HOST])]
+    return [_MEANING, *(f"  {line}" for line in lines)]
 
 
 def _slower(x: TimedPlan, first: TimedPlan) -> str:
@@ -251,6 +216,8 @@ def _of_yours(
         lines.append("      faster than all of these, if it had room")
     else:
         lines.append("      faster than all of these")
+    if place > 1:
+        lines[-1] += published_range(x, best[0], device)
     changes = list(yours.changes)
     if crossing := crossing_line(x.config, device):
         changes.insert(0, crossing)
@@ -327,45 +294,3 @@ def _without(found: SearchResults, best: list[TimedPlan], undone: LeftOut) -> st
 
 def _lost(found: SearchResults) -> str:
     return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common() if count)
-
-
-def why(names: tuple[str, ...], best: list[TimedPlan], yours: UserPlan) -> str:
-    """Return a table of the seconds of two plans by cause, and their differences.
-
-    Args:
-        names: two plans: numbers from 1 in `best`, or "yours".
-        best: the plans of the report.
-        yours: the plan of the user's own flags.
-    Raises: ConfigError for a name that is no plan of the list.
-    """
-    known: Mapping[str, TimedPlan | None] = {
-        **{str(n): x for n, x in enumerate(best, 1)},
-        YOURS: yours.plan,
-    }
-    numbered = f"1 to {len(best)}" if best else "no numbers"
-    problems = [
-        f"--why {name} is no plan of the list: it has {numbered}"
-        f"{', and yours' if yours.plan else ''}."
-        for name in names
-        if known.get(name) is None
-    ]
-    if problems:
-        raise ConfigError(problems)
-    a, b = (known[name] for name in names)
-    assert a is not None
-    assert b is not None
-    rows = [("seconds of a step", *names, "difference")]
-    causes = {"model": a.step - sum(a.parts.values())} | a.parts
-    others = {"model": b.step - sum(b.parts.values())} | b.parts
-    for cause, seconds in causes.items():
-        other = others[cause]
-        rows.append((cause, f"{seconds:z.4f}", f"{other:z.4f}", f"{other - seconds:+z.4f}"))
-    rows.append(("all", f"{a.step:.4f}", f"{b.step:.4f}", f"{b.step - a.step:+.4f}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        )
-        for row in rows
-    )

@@ -373,7 +373,7 @@ def _candidates(
                     continue
                 layout = (tp, cp, pp, micro, ep, etp)
                 cell = cell_of(config, gpus, layout, recompute, vocab, shards=shards)
-                names = [x for x in schedules_of(cell) if asked.allows_schedule(x[0])]
+                names = asked.schedules(schedules_of(cell))
                 if not names:
                     continue
                 least = counted.least(cell, device)

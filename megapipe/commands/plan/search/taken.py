@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megapipe.commands.plan.pasted import changed, chosen_fields
 from megapipe.commands.plan.search.hiding import hides_unmeasured
+from megapipe.commands.plan.search.listed.asked import NUMBERS, own_schedule
 from megapipe.commands.plan.verdict import Machine, load_line, of_busy_experts
-from megapipe.config import Config
+from megapipe.config import Config, ParallelConfig
 from megapipe.flags.flag import flags_of as all_flags
+from megapipe.plan import GIB
+from megapipe.plan.seconds.page import digest, recomputes
 from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule import SCHEDULES
 from megapipe.schedule.catalogue import PLAIN
@@ -27,25 +31,76 @@ _LEAST_GAIN = 0.01
 """The least gain, as a fraction of the step, of a plan 1 that is named next to the one to take."""
 _SHARDED = "sharded weights"
 _AT_ONCE = "weights that are all gathered at once"
+_OF_LAYOUT = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "pipeline_schedule",
+)
+"""Fields by which a user names a layout or a schedule."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The plan to take, and why. `lines` returns both in words.
+
+    Attributes:
+        number: the number of the plan in the list, from 1, or "yours".
+        plan: the plan.
+        changes: how many of the user's flags the plan changes.
+        rules: a line for each rule that has chosen the plan.
+        caveats: lines on what is not known.
+    """
+
+    number: int | str
+    plan: TimedPlan
+    changes: int
+    rules: tuple[str, ...]
+    caveats: tuple[str, ...] = ()
+
+    def lines(self, machine: Machine) -> list[str]:
+        """Return the advice in words: what to take, the rules, the caveats, the next step.
+
+        Args:
+            machine: the memory of a device and of a host.
+        """
+        x = self.plan
+        sizes = dict(zip(NUMBERS, x.layout, strict=True))
+        if not x.config.model.has_experts:
+            del sizes["ep"], sizes["etp"]
+        words = [f"{axis} {n}" for axis, n in sizes.items() if n > 1 or axis == "pp"]
+        words += sorted(demands(x))
+        if recomputed := recomputes(x.config.model):
+            words.append(f"recomputes {recomputed}")
+        spare = (machine.limit - x.peak) / GIB
+        changes = self.changes or "none"
+        first = f"take {self.number}: {x.schedule}, {', '.join(words)}, {x.step:.4g} s, "
+        first += f"{spare:.3g} GiB to spare, {changes} of your flags changed"
+        flags = "the flags of this plan after yours"
+        if self.number == YOURS:
+            flags = "your flags as they are"
+        then = (
+            f"next: megapipe check with {flags} shows plan {digest(x.plan, x.config)} again. "
+            "Launch these by torchrun or scripts/ (docs/cluster.md, Launch)."
+        )
+        rules = [f"  {line}" for line in self.rules]
+        return [first, *rules, *(f"  but {line}" for line in self.caveats), then]
 
 
 def to_take(
     best: Sequence[TimedPlan], own: Config, yours: TimedPlan | None, machine: Machine
-) -> tuple[int | str, str]:
-    """Return (number of the plan to take or "yours", a line for the report).
+) -> Advice:
+    """Return the plan to take, with the rules that choose it.
 
     Nobody knows how much of their messages plans hide within passes, by pairs or by
     --tp-comm-overlap. So they count only if the user's own plan hides messages too, or if there are
-    no others.
-
-    A user's own plan that is as fast as the first of the plans that count, within CLOSE, needs no
-    change. Otherwise, of all plans that are as fast as this first one, the one is taken that
-    changes fewest of the user's flags. Plans with less than _SPARE of a device to spare, under an
-    uneven load of their experts, come last. So do plans with more of `demands` than the user's own.
-    Of several such plans it is the one that needs least memory. The line is "" for a single plan.
+    no others. A user's own plan that is as fast as the first of the plans that count, within CLOSE,
+    needs no change. Otherwise `_chosen` chooses among all plans that are as fast as this first one.
 
     Args:
-        best: the plans of the report, fastest first.
+        best: the plans of the list, fastest first; at least one.
         own: the configuration of the user's own flags.
         yours: the plan of these flags; None if there is none.
         machine: the memory of a device and of a host.
@@ -53,79 +108,101 @@ def to_take(
     counted = list(range(len(best)))
     if yours is None or not hides_unmeasured(yours):
         counted = [n for n in counted if not hides_unmeasured(best[n])] or counted
+    sure = ""
+    if len(counted) < len(best):
+        sure = " without hidden messages"
     first = best[counted[0]]
     limit = (1 + CLOSE) * first.step
-    fits = (
-        yours is not None
-        and yours.peak <= machine.limit
-        and not machine.refuses(yours.plan, yours.config)
-    )
-    others = _unmeasured(best[0], first)
-    # The line does not speak of plans that do not count.
-    are_left = len(counted) < len(best)
-    if yours is not None and fits and yours.step < limit:
-        line = f"take {YOURS}: no plan is faster by more than predictions can tell"
-        if are_left:
-            line = f"take {YOURS}: no plan without hidden messages is faster by more than "
-            line += "predictions can tell"
-        return YOURS, line + others
+    unmeasured = _unmeasured(best[0], first)
+
+    if yours is not None and yours.step < limit and _fits(yours, machine):
+        rule = f"no plan{sure} is faster by more than predictions can tell"
+        return Advice(YOURS, yours, 0, (rule,), unmeasured)
+
     near = [n for n in counted if best[n].step < limit]
-    if len(best) == 1:
-        return 1, ""
-    if len(near) == 1:
-        slower = f"take {near[0] + 1}: all other plans are slower by {CLOSE:.0%} or more"
-        if are_left:
-            slower = f"take {near[0] + 1}, the fastest without hidden messages"
-        return near[0] + 1, slower + others
-    counts = {n: len(changed(own, best[n].config)) for n in near}
-    roomy, spare = _with_room(best, near, machine)
-    known = _known(own, yours)
+    n, rules = _chosen(best, near, own, _known(own, yours), machine)
+    if len(near) > 1:
+        close = f"{len(near)} of {len(best)} plans are within {CLOSE:.0%} of the fastest{sure}"
+        rules.insert(0, close)
+    elif len(best) > 1:
+        rules.insert(0, f"all other plans{sure} are slower by {CLOSE:.0%} or more")
 
-    def cost(n: int) -> tuple[int, int, float]:
-        return len(demands(best[n]) - known), counts[n], best[n].peak
-
-    taken = min(roomy, key=cost)
-    of = f"within {CLOSE:.0%} of the first"
-    if are_left:
-        of = f"without hidden messages and within {CLOSE:.0%} of the fastest such plan"
-    of += spare
-    others_need = frozenset[str]().union(*(demands(best[n]) for n in roomy))
-    if without := sorted(others_need - known - demands(best[taken])):
-        of += f", without {', '.join(without)},"
-    line = (
-        f"take {taken + 1}: of the {len(near)} plans {of} it changes fewest of your flags "
-        f"({counts[taken]}), and of several such plans it needs least memory"
-    )
-    if not all(is_equal(first, best[n]) for n in near):
-        line += (
-            ". Some of these have other layouts, and how far such ratios are off is not known: "
+    caveats = list(unmeasured)
+    if not all(is_equal(first, best[other]) for other in near):
+        caveats.append(
+            "some of these have other layouts, and how far such ratios are off is not known: "
             "measure them next to it"
         )
     # The page has this line of plan 1 already.
-    load = load_line(best[taken].plan, best[taken].config, machine.limit)
-    if load and taken:
-        line += f". Of plan {taken + 1} {load}"
-    return taken + 1, line + others
+    load = load_line(best[n].plan, best[n].config, machine.limit)
+    if load and n:
+        caveats.append(load)
+    changes = len(changed(own, best[n].config))
+    return Advice(n + 1, best[n], changes, tuple(rules), tuple(caveats))
 
 
-def _with_room(
-    best: Sequence[TimedPlan], near: list[int], machine: Machine
-) -> tuple[list[int], str]:
-    """Return (the plans with room, all if none has it; a text on them, "" if all have it).
+def _chosen(
+    best: Sequence[TimedPlan],
+    near: list[int],
+    own: Config,
+    known: frozenset[str],
+    machine: Machine,
+) -> tuple[int, list[str]]:
+    """Return (the plan to take, a line for each rule that has left some plans out).
+
+    First come plans with _SPARE of a device to spare, under an uneven load of their experts. Of
+    these come those with fewest of `demands` in addition to the user's own, and of these the one
+    that changes fewest flags, then the one with most memory to spare. A user who has named no
+    layout has nothing to keep, so that memory decides before flags.
 
     Args:
-        best: the plans of the report.
+        best: the plans of the list.
         near: indices in `best` of the plans that may be taken.
+        own: the configuration of the user's own flags.
+        known: the `demands` of the user's own plan.
+        machine: the memory of a device and of a host.
     """
+    rules = []
     peaks = {n: best[n].peak + of_busy_experts(best[n].plan, best[n].config) for n in near}
     spare = _SPARE * machine.device
-    roomy = [n for n in near if peaks[n] + spare <= machine.limit] or near
-    if len(roomy) == len(near):
-        return roomy, ""
-    text = f" {len(roomy)} have {_SPARE:.0%} of a device to spare"
-    if any(peaks[n] > best[n].peak for n in near):
-        text += ", also with an uneven load of their experts"
-    return roomy, f"{text}. Of these"
+    left = [n for n in near if peaks[n] + spare <= machine.limit] or near
+    if len(left) < len(near):
+        line = f"{len(left)} of them have {_SPARE:.0%} of a device to spare"
+        if any(peaks[n] > best[n].peak for n in near):
+            line += ", also with an uneven load of their experts"
+        rules.append(line + _numbers(left))
+
+    more = {n: demands(best[n]) - known for n in left}
+    fewest = min(len(found) for found in more.values())
+    plain = [n for n in left if len(more[n]) == fewest]
+    if len(plain) < len(left):
+        others = frozenset[str]().union(*more.values()) - more[plain[0]]
+        line = f"{len(plain)} of these do without {', '.join(sorted(others))}"
+        rules.append(line + _numbers(plain))
+
+    changes = {n: len(changed(own, best[n].config)) for n in plain}
+    if names_layout(own):
+        if len(plain) > 1:
+            rules.append("it changes fewest of your flags, and of several such needs least memory")
+        return min(plain, key=lambda n: (changes[n], best[n].peak)), rules
+    if len(plain) > 1:
+        rules.append("it needs least memory, as you have named no layout that it could keep")
+    return min(plain, key=lambda n: (best[n].peak, changes[n])), rules
+
+
+def _numbers(left: list[int]) -> str:
+    return f" ({', '.join(str(n + 1) for n in left)})"
+
+
+def names_layout(own: Config) -> bool:
+    """Return whether the user's flags say a layout or a schedule."""
+    default = ParallelConfig()
+    says = any(getattr(own.parallel, name) != getattr(default, name) for name in _OF_LAYOUT)
+    return says or own_schedule(own) != PLAIN
+
+
+def _fits(x: TimedPlan, machine: Machine) -> bool:
+    return x.peak <= machine.limit and not machine.refuses(x.plan, x.config)
 
 
 def demands(x: TimedPlan) -> frozenset[str]:
@@ -159,10 +236,8 @@ def _known(own: Config, yours: TimedPlan | None) -> frozenset[str]:
     return frozenset([_SHARDED, _AT_ONCE] * own.parallel.use_megatron_fsdp)
 
 
-def _unmeasured(best: TimedPlan, sure: TimedPlan) -> str:
-    """Return a sentence on how much the fastest plan gains by hiding messages.
-
-    It begins with ". ", and is "" if the gain is below a percent.
+def _unmeasured(best: TimedPlan, sure: TimedPlan) -> tuple[str, ...]:
+    """Return a line on how much the fastest plan gains by hiding messages; none below a percent.
 
     Args:
         best: the fastest plan.
@@ -170,10 +245,10 @@ def _unmeasured(best: TimedPlan, sure: TimedPlan) -> str:
     """
     gain = 1 - best.step / sure.step
     if gain < _LEAST_GAIN:
-        return ""
+        return ()
     return (
-        f". Plan 1 is {gain:.1%} faster than the fastest of these, if its messages hide under "
-        "products as assumed. No GPU has measured that, so measure it first"
+        f"plan 1 is {gain:.1%} faster than the fastest of these, if its messages hide under "
+        "products as assumed: no GPU has measured that, so measure it first",
     )
 
 

@@ -69,6 +69,8 @@ class SearchResults:
         finished: all plans that were computed so and fit.
         by_schedule: whether schedules are compared. A plan that was kept before this was set stays
             under its shorter key.
+        like_yours: the plan to take of those with the user's own pp and schedule, which a second
+            search has found; None if there is none.
         plain: the best plan that neither offloads nor recomputes single activations.
         tight: plans that need too much memory, to be tried again with single activations offloaded
             or recomputed.
@@ -85,6 +87,7 @@ class SearchResults:
     best: dict[Key, TimedPlan] = field(default_factory=dict)
     finished: list[TimedPlan] = field(default_factory=list)
     by_schedule: bool = False
+    like_yours: TimedPlan | None = None
     plain: TimedPlan | None = None
     tight: list[CandidatePlan] = field(default_factory=list)
     least: tuple[float, CandidatePlan | None] = (inf, None)
@@ -169,9 +172,11 @@ class SearchResults:
         """
         done, among = self.far
         looked = f" at {done:,} of {among:,} plans" if among else " before it had listed all plans"
+        unseen = ""
         if among and done == among:
-            looked = f" after all {among:,} plans, before the best of them were made as a run does"
-        self.stopped = self.stopped or f"{looked}{why}"
+            looked = f" after all {among:,} plans"
+            unseen = ": none is unseen, and more time computes more of the best ones exactly"
+        self.stopped = self.stopped or f"{looked}{why}{unseen}"
 
     def take(self, made: TimedPlan | None, machine: Machine) -> None:
         """Store a finished plan if it fits and is the fastest with its key.

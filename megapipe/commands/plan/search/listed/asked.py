@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,17 +35,19 @@ class SearchRestrictions:
 
     An axis is a property that the search chooses, such as tp, pp or schedule.
 
-    `allows` and `allows_schedule` say whether a plan respects the restrictions. `numbers` returns
-    the values that an axis may have.
+    `allows` and `allows_schedule` say whether a plan respects the restrictions, and `schedules`
+    which of some schedules do. `numbers` returns the values that an axis may have.
 
     Attributes:
         among: {axis: allowed values}, such as {"tp": {"2", "4"}}. An axis that is not a key may
             have any value.
         without: the words of --without: names of schedules, and words of PARTS such as "recompute".
+        chunks: stages on each rank, under a schedule that leaves a choice; None for any number.
     """
 
     among: Mapping[str, frozenset[str]] = field(default_factory=dict)
     without: frozenset[str] = frozenset()
+    chunks: int | None = None
 
     def allows(self, **chosen: object) -> bool:
         """Return whether a plan may have these values, for example `allows(tp=2, sharding=True)`.
@@ -75,6 +77,17 @@ class SearchRestrictions:
         if "hiding" in self.without and SCHEDULES[name].pairs:
             return False
         return name not in self.without and self.allows(schedule=name)
+
+    def schedules(self, listed: Iterable[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+        """Return those schedules that a plan may have, with its number of stages on each rank.
+
+        Args:
+            listed: (schedule, stages on each rank, or None if the schedule prescribes them).
+        """
+        found = [(name, chunks) for name, chunks in listed if self.allows_schedule(name)]
+        if self.chunks is not None:
+            found = [(name, chunks and self.chunks) for name, chunks in found]
+        return list(dict.fromkeys(found))
 
 
 ANYTHING = SearchRestrictions()
