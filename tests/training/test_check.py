@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,15 @@ def test_a_check_lists_what_holds_and_what_is_missing_and_plans(capsys):
     assert "missing: --tokenizer-model no.model: No such file" in text
     assert "the plan assumes 32000 ids" in text
     assert "pipeline schedule 1f1b: predicted bubble" in text
+
+
+def test_flags_of_a_check_are_text_for_a_shell(capsys):
+    """A layout has the | and ( of a shell, and the line could not be pasted."""
+    layout = "Et*3|(t|)*2tttL"
+    flags = f"--num-layers 8 --pipeline-model-parallel-layout {layout}"
+    pretrain_gpt.main([*RUN.split(), *flags.split()])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("flags: "))
+    assert layout in shlex.split(line.removeprefix("flags: "))
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,9 @@ def searched(
         argv: the run's flags on the command line. The flags of a found plan take back the ones
             that do not go with it.
     Returns: (the report as text, the numbers as JSON: "plans" has the best ones and "why" each is
-        listed, "yours" the user's own plan or None, with "one_change", and "take" the plan to take: its number from 1 in
-        "plans", "yours", or None without plans; an error about --why, which no list can answer).
+        listed, "yours" the user's own plan or None, with "one_change", and "take" the plan to take:
+        its number from 1 in "plans", "yours", or None without plans; an error about --why, which no
+        list can answer).
     Raises: ConfigError with every problem of the flags.
     """
     config, devices, asked = sought(own, flags)
@@ -258,8 +259,7 @@ def searched(
         numbers["take"] = advice.number
     wrong = None
     if flags.why:
-        taken = advice and advice.plan
-        table, problems = answer(lambda: why(flags.why, best, yours.plan, taken))
+        table, problems = answer(lambda: why(flags.why, best, yours.plan, advice))
         text.append(table or "")
         wrong = ConfigError(problems) if problems else None
     # A terminal shows the end of a long page.

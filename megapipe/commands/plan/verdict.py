@@ -22,13 +22,12 @@ from megapipe.plan.table import checkpoint_bytes, fits, waiting_bytes
 MEMORY = 80.0
 """GiB of a device for --search, if --rates does not know the memory of its device."""
 RESERVED = (
-    f"reserved: {FREE:.0%} of a device unless --reserved-gib says otherwise, for what no plan "
-    "counts: CUDA's context, NCCL's buffers (up to 0.6 GiB a communicator), workspaces, fragments."
+    f"reserved: {FREE:.0%} of a device or --reserved-gib, for CUDA, NCCL's buffers, workspaces and "
+    "fragments"
 )
 HOST = (
-    "on a host: saved state, divided by data-parallel ranks, sharded weights at the start, and "
-    "copies. More tp, pp or ep or --no-save-optim need less. It has what --host-memory-gib or "
-    "--rates say."
+    "on a host: saved state, sharded weights at the start, copies; --no-save-optim saves weights "
+    "alone"
 )
 _BUSY = 1.3
 """Tokens of the busiest rank's experts over the mean, for which a plan says what they need.

@@ -18,7 +18,8 @@ from megapipe.commands.plan.search.judged.found import SearchResults
 from megapipe.commands.plan.search.judged.judging import Judging
 from megapipe.commands.plan.search.judged.screen import CandidatePlan
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions, asked_of, joined
-from megapipe.commands.plan.search.report import best_of, report
+from megapipe.commands.plan.search.listing import best_of
+from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.taken import choices, demands, to_take
 from megapipe.commands.plan.searched import SearchFlags, searched
@@ -29,6 +30,12 @@ from megapipe.plan import GIB
 from megapipe.schedule import SCHEDULES
 
 ONE_TABLE = SearchRestrictions({"pp": frozenset("2"), "schedule": frozenset(["1f1b"])})
+
+
+def taken(*given):
+    """The number of the plan to take, and all that is said of it."""
+    advice = to_take(*given)
+    return advice.number, "\n".join([*advice.rules, *advice.caveats])
 
 
 def test_a_second_interrupt_ends_the_search_with_the_plan_that_it_has():
@@ -106,29 +113,29 @@ def test_of_plans_as_fast_the_one_with_fewest_changes_is_taken_and_then_the_lean
     near = {"pipeline_schedule": "zb-h1", "micro_batch_size": 1}
     best = [plan(0, 5.0, **far), plan(1, 3.0, **near), plan(4, 2.0, **near), plan(6, 1.0)]
     machine = Machine(GIB)
-    assert to_take(best, own, None, machine) == (
+    assert taken(best, own, None, machine) == (
         3,
-        "take 3: of the 3 plans within 5% of the first it changes fewest of your flags (1), and of several such plans "
-        "it needs least memory",
+        "3 of 4 plans are within 5% of the fastest\n"
+        "it changes fewest of your flags, and of several such needs least memory",
     )
-    assert to_take(best[:2], own, None, machine)[0] == 2
+    assert to_take(best[:2], own, None, machine).number == 2
     # Shards change one flag, and much more than a flag.
     shards = own.with_fields(use_megatron_fsdp=True)
     sharded = plan(2, 1.0, use_megatron_fsdp=True, pipeline_schedule="1f1b", micro_batch_size=1)
-    assert to_take([*best[:2], sharded], own, None, machine)[0] == 2
-    assert to_take([*best[:2], sharded], shards, None, machine)[0] == 3
+    assert to_take([*best[:2], sharded], own, None, machine).number == 2
+    assert to_take([*best[:2], sharded], shards, None, machine).number == 3
     # Another layout counts too, with a word on how little predictions know of it.
     other = plan(0, 1.0, tensor_model_parallel_size=2)
-    number, line = to_take([best[0], other], own, None, machine)
+    number, line = taken([best[0], other], own, None, machine)
     assert number == 2
     assert line.endswith("how far such ratios are off is not known: measure them next to it")
     # The user's own plan has nothing to change, if it has room.
     mine = plan(4, 1.0)
-    assert to_take(best, own, mine, machine)[0] == "yours"
-    assert to_take(best, own, mine, Machine(0.5))[0] == 3
-    assert to_take(best, own, plan(6, 1.0), machine)[0] == 3
-    assert to_take([best[0], best[3]], own, None, machine) == (1, "take 1: all other plans are slower by 5% or more")
-    assert to_take(best[:1], own, None, machine) == (1, "")
+    assert to_take(best, own, mine, machine).number == "yours"
+    assert to_take(best, own, mine, Machine(0.5)).number == 3
+    assert to_take(best, own, plan(6, 1.0), machine).number == 3
+    assert taken([best[0], best[3]], own, None, machine) == (1, "all other plans are slower by 5% or more")
+    assert taken(best[:1], own, None, machine) == (1, "")
     assert changed(own, best[0].config) == ["--recompute-granularity", "--pipeline-schedule"]
     assert changed(own, own.with_fields(pipeline_schedule="1f1b")) == []
 
@@ -150,11 +157,10 @@ def test_a_plan_without_room_for_busy_experts_is_not_taken_where_another_is():
     for spare, number in ((1.01, 1), (0.99, 2)):
         machine = Machine((divided.peak + spare * more) / 0.99)
         best = [divided, replace(whole, peak=divided.peak)]
-        taken, line = to_take(best, own, None, machine)
-        assert taken == number
-        assert ("1 have 1% of a device to spare, also with an uneven load of their experts. Of these" in line) == (
-            number == 2
-        )
+        number_now, line = taken(best, own, None, machine)
+        assert number_now == number
+        spare_line = "1 of them have 1% of a device to spare, also with an uneven load of their experts (2)"
+        assert (spare_line in line) == (number == 2)
 
 
 def test_a_plain_pipeline_nearly_as_fast_is_on_the_page_and_taken():
@@ -163,7 +169,7 @@ def test_a_plain_pipeline_nearly_as_fast_is_on_the_page_and_taken():
     asked = SearchRestrictions(among={"pp": frozenset("2"), "tp": frozenset("1")})
     found = search(own, 4, Machine(GIB), SLOW, 1000, asked=asked)
     assert not found.by_schedule
-    plain = [x for x in best_of(found) if not demands(x) and not hides_unmeasured(x)]
+    plain = [x.plan for x in best_of(found) if not demands(x.plan) and not hides_unmeasured(x.plan)]
     assert plain
     assert {x.schedule for x in found.finished} >= {"zb-v", "zb-h1", "interleaved", "1f1b"}
 
@@ -172,13 +178,13 @@ def test_a_plain_pipeline_nearly_as_fast_is_on_the_page_and_taken():
         return replace(plain[0], step=(1 + percent / 100) * plain[0].step, schedule=schedule, config=config)
 
     best = [plan(0, "zb-auto"), plan(1, "zb-h1", micro_batch_size=1), plan(2, "dualpipe")]
-    number, line = to_take(best, own, None, Machine(GIB))
+    number, line = taken(best, own, None, Machine(GIB))
     assert number == 2
-    assert "of the 3 plans within 5% of the first, without a searched order, two copies of the weights, it" in line
+    assert "1 of these do without a searched order, two copies of the weights (2)" in line
     # Who runs DualPipe has the copies already.
     best[2] = replace(best[2], peak=0.0)
-    assert to_take(best, own, plan(9, "dualpipe"), Machine(GIB))[0] == 3
-    assert to_take([best[0], plan(6, "zb-h1")], own, None, Machine(GIB))[0] == 1
+    assert to_take(best, own, plan(9, "dualpipe"), Machine(GIB)).number == 3
+    assert to_take([best[0], plan(6, "zb-h1")], own, None, Machine(GIB)).number == 1
 
 
 def test_flags_of_virtual_stages_are_the_interleaved_schedule_to_keep():
@@ -201,7 +207,7 @@ def test_sharded_weights_that_are_all_whole_at_once_are_not_what_is_asked_for():
     units = plan(pipeline_schedule="hanayo", num_virtual_stages_per_pipeline_rank=4)
     whole = replace(plan(), step=units.step)
     assert demands(whole) - demands(units) == {"weights that are all gathered at once"}
-    assert to_take([whole, units], own, None, Machine(GIB))[0] == 2
+    assert to_take([whole, units], own, None, Machine(GIB)).number == 2
 
 
 def test_a_plan_that_hides_messages_is_taken_by_who_hides_messages_already():
@@ -218,19 +224,19 @@ def test_a_plan_that_hides_messages_is_taken_by_who_hides_messages_already():
     best = [plan(0, tp_comm_overlap=True), plan(8, recompute_granularity="full"), plan(20)]
     assert best[0].config.overlaps_tp
     machine = Machine(GIB)
-    number, line = to_take(best, own, plan(30), machine)
-    assert (number, line.split(". ")[0]) == (2, "take 2, the fastest without hidden messages")
-    assert "Plan 1 is 7.4% faster" in line
+    number, line = taken(best, own, plan(30), machine)
+    assert (number, line.splitlines()[0]) == (2, "all other plans without hidden messages are slower by 5% or more")
+    assert "plan 1 is 7.4% faster" in line
     assert line.endswith("so measure it first")
     # The user's own is within 5% of the fastest that hides nothing.
-    assert to_take(best, own, plan(10), machine)[0] == "yours"
-    assert to_take(best, own, plan(30, tp_comm_overlap=True), machine)[0] == 1
-    assert to_take(best[:1], own, plan(30), machine)[0] == 1
+    assert to_take(best, own, plan(10), machine).number == "yours"
+    assert to_take(best, own, plan(30, tp_comm_overlap=True), machine).number == 1
+    assert to_take(best[:1], own, plan(30), machine).number == 1
     # A plan that does not count is not called slower, nor is it one of those that are compared.
     near = plan(1, tp_comm_overlap=True)
-    assert to_take([plan(0), near], own, plan(30), machine) == (1, "take 1, the fastest without hidden messages")
-    _, line = to_take([plan(0), near, plan(2, recompute_granularity="full")], own, plan(30), machine)
-    assert line.startswith("take 1: of the 2 plans without hidden messages and within 5% of the fastest such plan it")
+    assert taken([plan(0), near], own, plan(30), machine) == (1, "it is the only plan without hidden messages")
+    _, line = taken([plan(0), near, plan(2, recompute_granularity="full")], own, plan(30), machine)
+    assert line.startswith("2 of 3 plans are within 5% of the fastest without hidden messages\n")
 
 
 def test_the_plainest_of_plans_nearly_as_fast_is_made_and_taken():
@@ -248,9 +254,11 @@ def test_the_plainest_of_plans_nearly_as_fast_is_made_and_taken():
 
     wave = {"pipeline_schedule": "hanayo", "num_virtual_stages_per_pipeline_rank": 2}
     plans = [plan(0, **wave), plan(2, use_megatron_fsdp=True), plan(4), plan(6)]
-    shown = best_of(replace(found, best={0: plans[0]}, finished=plans))
+    listed = best_of(replace(found, best={0: plans[0]}, finished=plans))
+    shown = [x.plan for x in listed]
     assert shown == [plans[0], plans[2]]
-    assert to_take(shown, own, None, Machine(GIB))[0] == 2
+    assert [x.why for x in listed] == ["fastest", "plainest"]
+    assert to_take(shown, own, None, Machine(GIB)).number == 2
 
 
 def test_virtual_stages_of_one_pipeline_rank_that_gain_nothing_are_not_on_the_page():
@@ -266,7 +274,7 @@ def test_virtual_stages_of_one_pipeline_rank_that_gain_nothing_are_not_on_the_pa
         if inside == 1e10:
             given = own.with_fields(overlap_grad_reduce=True, use_distributed_optimizer=True)
         found = search(given, 2, Machine(GIB), device, 1000, asked=asked)
-        shown = best_of(found)
+        shown = [x.plan for x in best_of(found)]
         waves = [x for x in shown if x.schedule == "hanayo"]
         plain = {x.layout: x.step for x in found.finished if x.schedule == "1f1b"}
         gains[inside] = [1 - x.step / plain[x.layout] for x in waves]
@@ -286,7 +294,7 @@ def test_where_only_the_schedule_is_free_each_schedule_has_its_plan():
     asked = SearchRestrictions(
         {**sizes, "schedule": frozenset(schedules), "recompute": frozenset(["none"])}, frozenset(["sharding"])
     )
-    plans = best_of(search(own, 4, Machine(GIB), SLOW, 1000, asked=asked))
+    plans = [x.plan for x in best_of(search(own, 4, Machine(GIB), SLOW, 1000, asked=asked))]
     shown = [(x.schedule, x.config.parallel.overlap_moe_expert_parallel_comm, x.config.overlaps_tp) for x in plans]
     assert len(shown) == len({*shown})
     assert {name for name, pairs, overlaps in shown if not pairs and not overlaps} == schedules
@@ -334,3 +342,13 @@ def test_stages_that_a_layout_lists_are_not_given_a_second_time(own):
     dropped = [name.removeprefix("--").replace("-", "_") for name in left_out(given, x.config)]
     assert dropped == ["num_virtual_stages_per_pipeline_rank"] * ("stages" in own)
     assert not flag_problems(replace(given.with_fields(**dict.fromkeys(dropped)), world_size=2))
+
+
+def test_a_search_that_ended_after_all_plans_says_so():
+    """A page said "stopped at 17,520 of 17,520 plans", and nobody knew whether more time would help."""
+    found = SearchResults(far=(17520, 17520))
+    found.stop(" when its time was over")
+    assert found.stopped.startswith(" after all 17,520 plans when its time was over: none is unseen")
+    found = SearchResults(far=(17519, 17520))
+    found.stop("")
+    assert found.stopped == " at 17,519 of 17,520 plans"

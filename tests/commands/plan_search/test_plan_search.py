@@ -79,7 +79,7 @@ def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the
     assert {"--use-megatron-fsdp", "breadth-first", "--memory-limit-gib"} <= set(said.split())
     page = report(found, Machine(0.02 * GIB))
     assert "2 data, sharded, x 1 pipeline" in page
-    assert "a virtual stage is the layers that are gathered together" in page
+    assert "a virtual stage is the layers whose weights are gathered" in page
     check(parse(Config, [*flags, *said.split(), "--check", "--world-size", "2"]))
     # It moves no activations, so it is also the best of those that move none, whose flags say as much.
     assert found.plain is not None

@@ -16,7 +16,7 @@ from time import process_time
 from megapipe.checks.vocabulary import with_vocabulary
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.listed.asked import asked_of
-from megapipe.commands.plan.search.report import best_of
+from megapipe.commands.plan.search.listing import best_of
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config, ParallelConfig
@@ -109,7 +109,7 @@ def best_plan(run: Run, config: Config, most: float) -> TimedPlan | None:
     device = DEVICES[run.device]
     vocab = vocabulary_of(config)
     found = search(bare, run.gpus, Machine(80 * GIB), device, vocab, stop, asked=asked)
-    return next(iter(best_of(found)), None)
+    return next((x.plan for x in best_of(found)), None)
 
 
 def layout_in_words(plan: TimedPlan) -> str:

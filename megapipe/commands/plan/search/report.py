@@ -31,38 +31,18 @@ from megapipe.schedule import Kind
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
 _LEAN = 0.5
 """The fraction of the memory that plans may take from which a line says how to ask for less."""
-NO_PIPELINE = (
-    "on 1 pipeline rank a virtual stage is the layers that are gathered together, as FSDP does "
-    "unit by unit, or whose gradients are summed while others are computed. Nothing is sent."
+_NO_PIPELINE = (
+    "on 1 pipeline rank a virtual stage is the layers whose weights are gathered, or whose "
+    "gradients are summed, together"
 )
 """Why a plan without a pipeline has stages."""
-_MEANING = "what these numbers mean, the same on each page:"
 _NOT_SEARCHED = (
-    "not searched: --vocab-parallel-pipeline, even if given (try it by hand), and other kinds of "
-    "attention, precision, kernels and CUDA graphs than yours. --pipeline-slices only if given."
+    "not searched: --vocab-parallel-pipeline, attention, precision, kernels, graphs; slices unless "
+    "given"
 )
-_NOT_OF_EXPERTS = " --moe-permute-fusion and --moe-grouped-gemm change nothing."
+"""What the user may try by hand."""
 LeftOut = Callable[[Config], list[str]]
 """Returns the user's flags that a plan cannot have, by its configuration."""
-
-
-def _errors(*, experts: bool) -> str:
-    """Return text on the errors of predictions, measured by tools/bench/published.
-
-    Args:
-        experts: the model has experts. Few of their layouts were ever compared.
-    """
-    differ = "schedule or recomputation"
-    unknown = "no such pair of dense models is published"
-    if experts:
-        differ = "schedule, recomputation or expert tensor parallelism"
-        unknown = "two of experts, with messages between nodes, off by 41% and 103%"
-    return (
-        "how sure: seconds are off by 12% on average, 43% at most (29 published runs); ratios of "
-        f"layouts that differ in {differ} by less than {CLOSE:.0%} (30 pairs), so closer ones are "
-        f"called equal; of others little is known ({unknown}). Pairs of passes and "
-        "--tp-comm-overlap are assumed to hide messages as far as products last: not measured."
-    )
 
 
 def _none(_: Config) -> list[str]:
@@ -161,19 +141,35 @@ def _leaner(machine: Machine) -> str:
 
 
 def _meaning(best: list[TimedPlan]) -> list[str]:
-    """Return a heading and lines on what the figures of a page mean.
+    """Return a heading, and lines on what the figures of a page mean and how sure they are.
+
+    tools/bench/published has measured the errors of predictions.
 
     Args:
         best: the plans of the list, fastest first.
     """
-    experts = best[0].config.model.has_experts
-    sure = _errors(experts=experts)
+    differ = "schedule or recomputation"
+    others = "nothing is known of other pairs of dense models"
+    if best[0].config.model.has_experts:
+        # Few layouts of a model with experts were ever compared.
+        differ = "schedule, recomputation or etp"
+        others = "of other pairs, two with experts between nodes were off by 41% and 103%"
+    hidden = (
+        "assumed: passes in pairs and --tp-comm-overlap hide messages under products; unmeasured"
+    )
     if hides_unmeasured(best[0]):
-        sure += " Plan 1 rests on this."
-    lines = [RESERVED, HOST, sure, _NOT_SEARCHED + _NOT_OF_EXPERTS * experts]
+        hidden += ". Plan 1 rests on this"
+    lines = [
+        RESERVED,
+        HOST,
+        "how sure: seconds are off by 12% on average, 43% at most (29 published runs); ratios by",
+        f"less than {CLOSE:.0%} if only {differ} differ (30 pairs); {others}",
+        hidden,
+        _NOT_SEARCHED,
+    ]
     if any(has_units(x.config) for x in best):
-        lines.append(NO_PIPELINE)
-    return [_MEANING, *(f"  {line}" for line in lines)]
+        lines.append(_NO_PIPELINE)
+    return ["what these numbers mean, on every page:", *(f"  {line}" for line in lines)]
 
 
 def _slower(x: TimedPlan, first: TimedPlan) -> str:

@@ -124,6 +124,8 @@ def to_take(
     if len(near) > 1:
         close = f"{len(near)} of {len(best)} plans are within {CLOSE:.0%} of the fastest{sure}"
         rules.insert(0, close)
+    elif len(counted) < min(2, len(best)):
+        rules.insert(0, f"it is the only plan{sure}")
     elif len(best) > 1:
         rules.insert(0, f"all other plans{sure} are slower by {CLOSE:.0%} or more")
 

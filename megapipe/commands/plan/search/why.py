@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megapipe.commands.plan.search.taken import YOURS
+from megapipe.commands.plan.search.taken import YOURS, Advice
 from megapipe.errors import ConfigError
 from megapipe.plan.seconds.step import TimedPlan
 
@@ -16,7 +16,7 @@ def why(
     names: tuple[str, ...],
     best: list[TimedPlan],
     yours: TimedPlan | None,
-    taken: TimedPlan | None,
+    advice: Advice | None,
 ) -> str:
     """Return a table of the seconds of two plans by cause, and their differences.
 
@@ -24,13 +24,13 @@ def why(
         names: two plans: numbers from 1 in `best`, or "yours" or "take".
         best: the plans of the report.
         yours: the plan of the user's own flags; None if there is none.
-        taken: the plan to take; None without plans.
+        advice: has the plan to take; None without plans.
     Raises: ConfigError for a name that is no plan of the list.
     """
     known: Mapping[str, TimedPlan | None] = {
         **{str(n): x for n, x in enumerate(best, 1)},
         YOURS: yours,
-        TAKE: taken,
+        TAKE: advice.plan if advice else None,
     }
     numbered = f"1 to {len(best)}" if best else "no numbers"
     problems = [

@@ -1,0 +1,166 @@
+"""The advice at the end of a page, and the plans that keep the user's own pp and schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from small_searches import MODEL, SLOW, found_by, run_search
+
+from megapipe.commands.plan.main import main
+from megapipe.commands.plan.pasted import changed
+from megapipe.commands.plan.search.like_yours import narrowed
+from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions, asked_of
+from megapipe.commands.plan.search.listing import best_of
+from megapipe.commands.plan.search.report import UserPlan, report
+from megapipe.commands.plan.search.taken import names_layout, to_take
+from megapipe.commands.plan.verdict import Machine
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.flags.parse import parse
+from megapipe.plan import GIB
+
+RATES = {"flops": 1e11, "inside": 1e9, "outside": 1e8, "overhead": 1e-5, "node": 2}
+MINE = (
+    "--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+    "--tensor-model-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+)
+
+
+def configured(flags: str) -> Config:
+    return parse(Config, [*MODEL.split(), *flags.split()])
+
+
+def test_the_best_plan_of_your_own_pp_and_schedule_is_on_the_page(capsys, tmp_path):
+    """Mixtral under Megatron's interleaving was sent to ZB-V at pp 2, for 3% over its own pp 4 and schedule."""
+    (tmp_path / "rates.json").write_text(json.dumps(RATES))
+    line = f"--global-batch-size 16 --world-size 4 --rates {tmp_path / 'rates.json'} {MINE}"
+    best, said = run_search(line, capsys, tmp_path)
+    (mine,) = (x for x in best if x["why"] == "your pp and schedule")
+    assert mine["schedule"] == "interleaved"
+    assert "--pipeline-model-parallel-size 2" in " ".join(mine["flags"])
+    assert ". your pp and schedule: " in said.out
+    # The fastest of all interleaved plans with two stages on each of two ranks.
+    axes = {"pp": "2", "schedule": "interleaved", "sharding": "no"}
+    found = found_by("--num-layers 8 --global-batch-size 16", 4, 72 * GIB, SLOW, "moves", **axes)
+    hidden = {x.step for x in found.finished if x.config.overlaps_tp or x.schedule != "interleaved"}
+    assert mine["step_s"] <= 1.05 * min(x.step for x in found.finished if x.step not in hidden)
+
+
+def test_a_second_search_keeps_pp_schedule_stages_and_sharding():
+    own = configured(MINE)
+    narrow = narrowed(ANYTHING, own)
+    assert narrow is not None
+    assert narrow.among == {axis: {x} for axis, x in (("pp", "2"), ("schedule", "interleaved"), ("sharding", "no"))}
+    assert narrow.without == {"moves", "hiding"}
+    assert narrow.schedules([("interleaved", 2), ("interleaved", 4), ("zb-v", None)]) == [("interleaved", 2)]
+    # Without a pipeline there is no schedule to keep.
+    assert narrowed(ANYTHING, configured("")) is None
+    assert narrowed(SearchRestrictions(narrow.among), own) is None
+    for fix, among, without in (
+        ((), ("pp=4",), ()),
+        ((), (), ("interleaved",)),
+        ((), ("schedule=zb-v",), ()),
+        ((), (), ("pipeline",)),
+    ):
+        assert narrowed(asked_of(fix, among, without, own), own) is None
+
+
+def test_stages_by_their_layers_and_by_their_number_are_one_flag():
+    own = configured(MINE)
+    same = own.with_fields(
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=2,
+        pipeline_schedule="interleaved",
+    )
+    assert changed(own, same) == []
+    assert changed(own, same.with_fields(num_virtual_stages_per_pipeline_rank=4)) == [
+        "--num-virtual-stages-per-pipeline-rank"
+    ]
+
+
+def test_each_plan_says_why_it_is_listed(capsys, tmp_path):
+    best, said = run_search("--global-batch-size 8 --world-size 4", capsys, tmp_path)
+    assert best[0]["why"] == "fastest"
+    for n, x in enumerate(best, 1):
+        assert f"{n:2}. {x['why']}: {x['step_s']:.4g} s" in said.out
+        assert 1 <= len(x["why"].split()) <= 6
+
+
+def test_the_advice_is_the_last_of_the_page_and_reads_at_once(capsys, tmp_path):
+    """The line stood above a table and below six paragraphs, without the schedule or the seconds of its plan."""
+    line = "--global-batch-size 8 --world-size 4 --pipeline-model-parallel-size 4 --why take yours"
+    best, said = run_search(line, capsys, tmp_path)
+    numbers = json.loads((tmp_path / "plans.json").read_text())
+    page = said.out.splitlines()
+    (start,) = (n for n, text in enumerate(page) if text.startswith("take "))
+    assert start > page.index(next(text for text in page if text.startswith("seconds of a step")))
+    assert page[-1].startswith("next: megapipe check with ")
+    assert all(text.startswith("  ") and len(text) <= 120 for text in page[start + 1 : -1] if "but" not in text)
+    number = numbers["take"]
+    x = numbers["yours"] if number == "yours" else best[number - 1]
+    assert re.match(rf"take {number}: {x['schedule']}, .*pp \d.*, {x['step_s']:.4g} s, .* GiB to spare, ", page[start])
+    assert f"shows plan {x['plan']} again" in page[-1]
+    # The table compares the plan to take with the user's own.
+    total = next(text.split() for text in page if text.startswith("all  "))
+    assert total[1:3] == [f"{x['step_s']:.4f}", f"{numbers['yours']['step_s']:.4f}"]
+
+
+def test_a_wrong_word_of_why_is_refused_before_the_search():
+    with pytest.raises(ConfigError, match="--why best: give a number of the list, yours or take"):
+        main([*MODEL.split(), "--search", "--global-batch-size", "4", "--world-size", "2", "--why", "best", "1"])
+
+
+def test_memory_decides_before_flags_where_no_layout_is_named():
+    """A student who had typed no schedule was sent to a slower and tighter plan, as it changed fewest flags."""
+    own = configured("--global-batch-size 4 --use-distributed-optimizer")
+    found = found_by("--global-batch-size 4", 2, pp="2", schedule="1f1b")
+    first = min(found.best.values(), key=lambda x: x.step)
+
+    def plan(peak: float, **changes):
+        return replace(first, peak=peak, config=replace(own.with_fields(**changes), world_size=4))
+
+    tight = plan(9.0, micro_batch_size=1)
+    roomy = plan(5.0, pipeline_model_parallel_size=2, pipeline_schedule="zb-v")
+    assert to_take([tight, roomy], own, None, Machine(GIB)).number == 2
+    named = own.with_fields(tensor_model_parallel_size=2)
+    assert [names_layout(x) for x in (own, named, configured(MINE))] == [False, True, True]
+    tight = replace(tight, config=replace(named, world_size=4))
+    assert to_take([tight, roomy], named, None, Machine(GIB)).number == 1
+
+
+def test_how_much_slower_yours_is_has_a_range_where_its_experts_cross_nodes():
+    """170% slower was predicted from two messages that took 0.71 and 0.49 of what such predictions say."""
+    found = found_by("--global-batch-size 4", 1)
+    mine = next(iter(found.best.values()))
+    config = mine.config.with_fields(num_experts=8, expert_model_parallel_size=4)
+    yours = UserPlan(replace(mine, step=2.7 * mine.step, config=replace(config, world_size=4)))
+    shown = {node: report(found, Machine(GIB), replace(SLOW, node=node), yours) for node in (2, 4)}
+    low, high = sorted(2.7 * measured / told for measured, told in ((1.35, 1.90), (1.69, 3.42)))
+    text = f"170.0% slower than the first, .*; by the two published pairs {low:.1f} to {high:.1f} times as long, so"
+    assert re.search(text, shown[2])
+    assert (f"{low:.1f}", f"{high:.1f}") == ("1.3", "1.9")
+    assert "published pairs" not in shown[4]
+
+
+def test_a_page_of_full_devices_says_how_to_ask_for_leaner_plans():
+    """All plans filled the device, and nothing said how little sharded weights could need."""
+    found = found_by("--global-batch-size 4", 1)
+    least = min(x.plan.peak for x in best_of(found))
+    machine = Machine(1.8 * least, reserved=0.0)
+    said = report(found, machine)
+    half = 0.9 * least / GIB
+    assert f"--reserved-gib {half:.3g} asks for plans of at most {half:.3g}" in said
+    assert "asks for plans of at most" not in report(found, Machine(2.2 * least))
+
+
+def test_what_is_the_same_on_each_page_is_one_block_of_few_lines():
+    found = found_by("--global-batch-size 4", 1, pp="1")
+    _, block = report(found, Machine(GIB)).split("what these numbers mean, on every page:\n")
+    lines = block.splitlines()
+    assert len(lines) <= 7
+    assert all(len(line) <= 100 for line in lines)
+    for fact in ("reserved: 10%", "--no-save-optim", "12% on average, 43% at most", "no GPU", "not searched: "):
+        assert fact in block
