@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import fields
 
 from megapipe.commands.plan.search.hiding import OVERLAP
@@ -147,12 +146,21 @@ def changed(own: Config, config: Config) -> list[str]:
     schedule = own_schedule(own)
     micro = own.batch.micro_batch_size or 1
     own = own.with_fields(pipeline_schedule=schedule, micro_batch_size=micro)
-    if own.parallel.num_layers_per_virtual_pipeline_stage is not None:
-        # Another flag says the same.
-        with suppress(ConfigError):
-            chunks = chunks_of(own)
-            own = own.with_fields(
-                num_layers_per_virtual_pipeline_stage=None,
-                num_virtual_stages_per_pipeline_rank=chunks,
-            )
-    return left_out(own, config)
+    return left_out(_by_number(own), _by_number(config))
+
+
+def _by_number(config: Config) -> Config:
+    """Return the configuration with the number of stages on a rank in place of their layers.
+
+    Two flags say the same, and a plan has the first one.
+    """
+    if config.parallel.num_layers_per_virtual_pipeline_stage is None:
+        return config
+    try:
+        chunks = chunks_of(config)
+    except ConfigError:
+        # The layers do not fill the stages, which another check reports.
+        return config
+    return config.with_fields(
+        num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=chunks
+    )

@@ -255,11 +255,12 @@ def crossing_line(config: Config, device: Device) -> str:
     """
     if not crosses(config, device):
         return ""
-    pairs = [f"{measured:g} times as long where {told:g}" for told, measured in _PUBLISHED]
+    told = " and ".join(f"{predicted:.2f}" for predicted, _ in _PUBLISHED)
+    took = " and ".join(f"{measured:.2f}" for _, measured in _PUBLISHED)
     return (
-        "its experts exchange tokens between nodes: two such layouts took "
-        f"{' and '.join(pairs)} times was predicted (published runs, against one within nodes), so "
-        "this plan may be much faster than is said here, and a layout within nodes gain less"
+        f"its experts exchange tokens between nodes. Two such layouts took {took} times as long as "
+        f"one within nodes in published runs, where {told} times were predicted: so this plan may "
+        "be much faster than is said here, and a layout within nodes gain less"
     )
 
 

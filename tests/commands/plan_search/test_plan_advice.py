@@ -157,10 +157,12 @@ def test_a_page_of_full_devices_says_how_to_ask_for_leaner_plans():
 
 
 def test_what_is_the_same_on_each_page_is_one_block_of_few_lines():
-    found = found_by("--global-batch-size 4", 1, pp="1")
-    _, block = report(found, Machine(GIB)).split("what these numbers mean, on every page:\n")
-    lines = block.splitlines()
-    assert len(lines) <= 7
-    assert all(len(line) <= 100 for line in lines)
-    for fact in ("reserved: 10%", "--no-save-optim", "12% on average, 43% at most", "no GPU", "not searched: "):
-        assert fact in block
+    for experts in ("", "--num-experts 4"):
+        found = found_by(f"--global-batch-size 4 {experts}", 1, pp="1")
+        _, block = report(found, Machine(GIB)).split("what these numbers mean, on every page:\n")
+        lines = block.splitlines()
+        assert len(lines) == 6
+        assert [line for line in lines if len(line) > 100] == []
+        for fact in ("reserved: 10%", "--no-save-optim", "12% on average, 43% at most", "no GPU", "not searched: "):
+            assert fact in block
+        assert ("41% and 103%" in block) == bool(experts)

@@ -37,8 +37,7 @@ _NO_PIPELINE = (
 )
 """Why a plan without a pipeline has stages."""
 _NOT_SEARCHED = (
-    "not searched: --vocab-parallel-pipeline, attention, precision, kernels, graphs; slices unless "
-    "given"
+    "not searched: --vocab-parallel-pipeline, attention, precision, kernels, graphs, unasked slices"
 )
 """What the user may try by hand."""
 LeftOut = Callable[[Config], list[str]]
@@ -148,22 +147,21 @@ def _meaning(best: list[TimedPlan]) -> list[str]:
     Args:
         best: the plans of the list, fastest first.
     """
-    differ = "schedule or recomputation"
-    others = "nothing is known of other pairs of dense models"
+    differ = "schedule or recomputation differs"
+    others = "others not known"
     if best[0].config.model.has_experts:
         # Few layouts of a model with experts were ever compared.
-        differ = "schedule, recomputation or etp"
-        others = "of other pairs, two with experts between nodes were off by 41% and 103%"
-    hidden = (
-        "assumed: passes in pairs and --tp-comm-overlap hide messages under products; unmeasured"
-    )
+        differ = "schedule, recomputation or etp differs"
+        others = "two others by 41% and 103%"
+    hidden = "assumed: pairs of passes and --tp-comm-overlap hide messages under products; "
+    hidden += "no GPU measured it"
     if hides_unmeasured(best[0]):
         hidden += ". Plan 1 rests on this"
     lines = [
         RESERVED,
         HOST,
         "how sure: seconds are off by 12% on average, 43% at most (29 published runs); ratios by",
-        f"less than {CLOSE:.0%} if only {differ} differ (30 pairs); {others}",
+        f"less than {CLOSE:.0%} if only {differ} (30 pairs), {others}",
         hidden,
         _NOT_SEARCHED,
     ]

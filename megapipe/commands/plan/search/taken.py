@@ -51,7 +51,7 @@ class Advice:
         plan: the plan.
         changes: how many of the user's flags the plan changes.
         rules: a line for each rule that has chosen the plan.
-        caveats: lines on what is not known.
+        caveats: lines on errors of the predictions that matter here.
     """
 
     number: int | str
