@@ -274,4 +274,4 @@ def published_range(x: TimedPlan, other: TimedPlan, device: Device) -> str:
         return ""
     ratio = x.step / other.step
     low, high = sorted(ratio * measured / told for told, measured in _PUBLISHED)
-    return f"; by the two published pairs {low:.1f} to {high:.1f} times as long, so measure first"
+    return f"; by the two published pairs {low:.1f} to {high:.1f} times as long"

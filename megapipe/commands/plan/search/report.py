@@ -211,7 +211,8 @@ def _of_yours(
     else:
         lines.append("      faster than all of these")
     if place > 1:
-        lines[-1] += published_range(x, best[0], device)
+        known = published_range(x, best[0], device)
+        lines[-1] += known and f"{known}, so measure yours first"
     changes = list(yours.changes)
     if crossing := crossing_line(x.config, device):
         changes.insert(0, crossing)

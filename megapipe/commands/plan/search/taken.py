@@ -97,7 +97,7 @@ def to_take(
     Nobody knows how much of their messages plans hide within passes, by pairs or by
     --tp-comm-overlap. So they count only if the user's own plan hides messages too, or if there are
     no others. A user's own plan that is as fast as the first of the plans that count, within CLOSE,
-    needs no change. Otherwise `_chosen` chooses among all plans that are as fast as this first one.
+    needs no change. Otherwise `_chosen` chooses.
 
     Args:
         best: the plans of the list, fastest first; at least one.
@@ -119,18 +119,17 @@ def to_take(
         rule = f"no plan{sure} is faster by more than predictions can tell"
         return Advice(YOURS, yours, 0, (rule,), unmeasured)
 
-    near = [n for n in counted if best[n].step < limit]
-    n, rules = _chosen(best, near, own, _known(own, yours), machine)
+    n, rules = _chosen(best, counted, own, _known(own, yours), machine)
+    near = _close(best, counted)
     if len(near) > 1:
-        close = f"{len(near)} of {len(best)} plans are within {CLOSE:.0%} of the fastest{sure}"
-        rules.insert(0, close)
+        rules.insert(0, f"within {CLOSE:.0%} of the fastest{sure}: {_numbers(near)}")
     elif len(counted) < min(2, len(best)):
         rules.insert(0, f"it is the only plan{sure}")
     elif len(best) > 1:
         rules.insert(0, f"all other plans{sure} are slower by {CLOSE:.0%} or more")
 
     caveats = list(unmeasured)
-    if not all(is_equal(first, best[other]) for other in near):
+    if not all(is_equal(first, best[other]) for other in {*near, n}):
         caveats.append(
             "some of these have other layouts, and how far such ratios are off is not known: "
             "measure them next to it"
@@ -145,42 +144,50 @@ def to_take(
 
 def _chosen(
     best: Sequence[TimedPlan],
-    near: list[int],
+    counted: list[int],
     own: Config,
     known: frozenset[str],
     machine: Machine,
 ) -> tuple[int, list[str]]:
     """Return (the plan to take, a line for each rule that has left some plans out).
 
-    First come plans with _SPARE of a device to spare, under an uneven load of their experts. Of
-    these come those with fewest of `demands` in addition to the user's own, and of these the one
-    that changes fewest flags, then the one with most memory to spare. A user who has named no
-    layout has nothing to keep, so that memory decides before flags.
+    Of the plans within CLOSE of the fastest come first those with _SPARE of a device to spare,
+    under an uneven load of their experts. Of these come those with fewest of `demands` in addition
+    to the user's own. All such plans that are as fast as the first of them, within CLOSE, may be
+    taken. The one is taken that changes fewest flags, and of several such the one that needs least
+    memory. A user who has named no layout has nothing to keep, so that memory decides before flags.
 
     Args:
-        best: the plans of the list.
-        near: indices in `best` of the plans that may be taken.
+        best: the plans of the list, fastest first.
+        counted: indices in `best` of the plans that count.
         own: the configuration of the user's own flags.
         known: the `demands` of the user's own plan.
         machine: the memory of a device and of a host.
     """
     rules = []
-    peaks = {n: best[n].peak + of_busy_experts(best[n].plan, best[n].config) for n in near}
-    spare = _SPARE * machine.device
-    left = [n for n in near if peaks[n] + spare <= machine.limit] or near
+    near = _close(best, counted)
+    peaks = {n: best[n].peak + of_busy_experts(best[n].plan, best[n].config) for n in counted}
+    room = machine.limit - _SPARE * machine.device
+    left = [n for n in near if peaks[n] <= room] or near
     if len(left) < len(near):
-        line = f"{len(left)} of them have {_SPARE:.0%} of a device to spare"
+        line = f"with {_SPARE:.0%} of a device to spare"
         if any(peaks[n] > best[n].peak for n in near):
             line += ", also with an uneven load of their experts"
-        rules.append(line + _numbers(left))
+        rules.append(f"{line}: {_numbers(left)}")
 
-    more = {n: demands(best[n]) - known for n in left}
-    fewest = min(len(found) for found in more.values())
+    more = {n: demands(best[n]) - known for n in counted}
+    fewest = min(len(more[n]) for n in left)
     plain = [n for n in left if len(more[n]) == fewest]
     if len(plain) < len(left):
-        others = frozenset[str]().union(*more.values()) - more[plain[0]]
-        line = f"{len(plain)} of these do without {', '.join(sorted(others))}"
-        rules.append(line + _numbers(plain))
+        others = frozenset[str]().union(*(more[n] for n in left)) - more[plain[0]]
+        rules.append(f"without {', '.join(sorted(others))}: {_numbers(plain)}")
+
+    # A plan that was left out has nothing to say on which of the others are fast enough.
+    alike = [n for n in counted if peaks[n] <= max(room, peaks[plain[0]])]
+    alike = _close(best, [n for n in alike if n >= plain[0] and more[n] == more[plain[0]]])
+    if added := [n for n in alike if n not in plain]:
+        rules.append(f"like {plain[0] + 1}, and within {CLOSE:.0%} of it: {_numbers(added)}")
+        plain += added
 
     changes = {n: len(changed(own, best[n].config)) for n in plain}
     if names_layout(own):
@@ -192,8 +199,15 @@ def _chosen(
     return min(plain, key=lambda n: (best[n].peak, changes[n])), rules
 
 
-def _numbers(left: list[int]) -> str:
-    return f" ({', '.join(str(n + 1) for n in left)})"
+def _close(best: Sequence[TimedPlan], numbers: list[int]) -> list[int]:
+    """Return those of some plans that are as fast as the first of them, within CLOSE."""
+    limit = (1 + CLOSE) * best[numbers[0]].step
+    return [n for n in numbers if best[n].step < limit]
+
+
+def _numbers(plans: list[int]) -> str:
+    """Return indices of plans as the numbers of the page."""
+    return ", ".join(str(n + 1) for n in plans)
 
 
 def names_layout(own: Config) -> bool:
