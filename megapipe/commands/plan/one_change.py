@@ -13,7 +13,7 @@ from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import BUCKET, HIDING, OVERLAP, hides_unmeasured
 from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions, allows_change
 from megapipe.commands.plan.search.listed.cells import schedules_of, short
-from megapipe.commands.plan.verdict import Machine
+from megapipe.commands.plan.verdict import Machine, published_range
 from megapipe.config import Config, ModelConfig
 from megapipe.config.notes import flag
 from megapipe.errors import ConfigError, ScheduleError
@@ -75,6 +75,7 @@ def one_change(
                 other = of_run(changed, device)
                 if other.peak <= machine.limit and not machine.refuses(other.plan, changed):
                     text = f"{_said(fields, config)}: {other.step:.4g} s"
+                    text += _ranged(mine, other, device)
                     change = (other.step, text, other.peak)
                     key = (next(iter(fields)), hides_unmeasured(other))
                     found[key] = min(change, found.get(key, change))
@@ -90,6 +91,12 @@ def one_change(
     if not fits and not lines:
         lines.append("no change of one flag alone makes it fit: --search changes several")
     return lines
+
+
+def _ranged(mine: TimedPlan, other: TimedPlan, device: Device) -> str:
+    """Return the range of a gain that rests on messages of experts between nodes; "" else."""
+    found = published_range(mine, other, device)
+    return found and f" (yours{found.removeprefix(';')})"
 
 
 def _said(fields: dict[str, Any], config: Config) -> str:

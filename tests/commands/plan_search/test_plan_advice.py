@@ -10,7 +10,9 @@ import pytest
 from small_searches import MODEL, SLOW, found_by, run_search
 
 from megapipe.commands.plan.main import main
+from megapipe.commands.plan.one_change import one_change
 from megapipe.commands.plan.pasted import changed
+from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.like_yours import narrowed
 from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions, asked_of
 from megapipe.commands.plan.search.listing import best_of
@@ -143,6 +145,16 @@ def test_how_much_slower_yours_is_has_a_range_where_its_experts_cross_nodes():
     assert re.search(text, shown[2])
     assert (f"{low:.1f}", f"{high:.1f}") == ("1.3", "1.9")
     assert "published pairs" not in shown[4]
+
+
+def test_a_change_that_takes_experts_into_a_node_has_the_range_too():
+    flags = "--num-experts 4 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall"
+    flags += " --moe-ffn-hidden-size 16 --padded-vocab-size 1024"
+    config = replace(configured(f"--global-batch-size 8 {flags}").with_batch(8), world_size=4)
+    changes = one_change(of_run(config, SLOW), SLOW, Machine(GIB))
+    (line,) = (line for line in changes if "--expert-model-parallel-size 2" in line)
+    assert re.search(r" s \(yours by the two published pairs [0-9.]+ to [0-9.]+ times as long\), -\d", line)
+    assert not any("published" in line for line in changes if "expert" not in line)
 
 
 def test_a_page_of_full_devices_says_how_to_ask_for_leaner_plans():
