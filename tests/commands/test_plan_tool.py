@@ -195,7 +195,7 @@ def test_a_page_names_the_one_change_that_shortens_its_step_most(capsys):
     command("plan")(one)
     said = capsys.readouterr().out
     first, *others = re.findall(
-        r"^one change alone: (--\S+) (\S+): (\S+) s(?: \(yours [^)]* times as long\))?, (-\S+)% of a step, peak \S+ GiB$",
+        r"^one change alone: (--\S+) (\S+): (\S+) s(?: \(yours [^)]*\))?, (-\S+)% of a step, peak \S+ GiB$",
         said,
         re.MULTILINE,
     )
