@@ -35,7 +35,7 @@ _BUSY = 1.3
 docs/experts.md shows where the log of a run has its own number.
 """
 _PUBLISHED = ((1.90, 1.35), (3.42, 1.69))
-"""Two layouts of experts between nodes: (predicted, measured) step over that of one within nodes.
+"""Two layouts of experts between nodes: (predicted, measured) times of one within nodes.
 
 docs/log/performance.md has these published runs.
 """

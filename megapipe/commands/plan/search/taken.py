@@ -200,7 +200,7 @@ def _chosen(
 
 
 def _close(best: Sequence[TimedPlan], numbers: list[int]) -> list[int]:
-    """Return those of some plans that are as fast as the first of them, within CLOSE."""
+    """Return the plans that are as fast as the first one, within CLOSE."""
     limit = (1 + CLOSE) * best[numbers[0]].step
     return [n for n in numbers if best[n].step < limit]
 
