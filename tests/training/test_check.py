@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +54,9 @@ def test_flags_of_a_check_are_text_for_a_shell(capsys):
     flags = f"--num-layers 8 --pipeline-model-parallel-layout {layout}"
     pretrain_gpt.main([*RUN.split(), *flags.split()])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("flags: "))
-    assert layout in shlex.split(line.removeprefix("flags: "))
+    words = line.removeprefix("flags: ")
+    pasted = subprocess.run(["bash", "-c", f"printf '%s\\n' {words}"], capture_output=True, text=True, check=True)
+    assert layout in pasted.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
