@@ -140,7 +140,7 @@ def test_plans_as_fast_as_the_plainest_one_are_compared_by_the_flags_that_they_c
     first = min(found.best.values(), key=lambda x: x.step)
 
     def plan(percent: int, **changes):
-        config = replace(own.with_fields(**changes), world_size=4)
+        config = replace(own.with_fields(**{"pipeline_schedule": "1f1b"} | changes), world_size=4)
         return replace(first, step=(1 + percent / 100) * first.step, config=config)
 
     shards = {"use_megatron_fsdp": True}
