@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
@@ -158,9 +159,11 @@ class Searching:
         # Data-parallel messages are hidden as in all plans of the first search.
         if HIDING not in asked.without:
             config = overlapped(config)
-        with goes_on("searching again, with your own pp and schedule"):
+        # An interrupt ends this search alone: the plans of the first one are there.
+        with goes_on("searching again, with your own pp and schedule"), suppress(KeyboardInterrupt):
             again = replace(self, config=config).plans(machine, narrow)
-        return like_yours(again, own, yours, machine, self.device)
+            return like_yours(again, own, yours, machine, self.device)
+        return None
 
 
 def sought(own: Config, flags: SearchFlags) -> Sought:

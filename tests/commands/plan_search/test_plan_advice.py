@@ -51,6 +51,17 @@ def test_the_best_plan_of_your_own_pp_and_schedule_is_on_the_page(capsys, tmp_pa
     assert mine["step_s"] <= 1.05 * min(x.step for x in found.finished if x.step not in hidden)
 
 
+def test_an_interrupt_of_the_second_search_leaves_the_page_of_the_first(monkeypatch, capsys, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megapipe.commands.plan.searched.like_yours", interrupted)
+    best, said = run_search("--global-batch-size 8 --world-size 2 --pipeline-model-parallel-size 2", capsys, tmp_path)
+    assert best
+    assert all(x["why"] != "your pp and schedule" for x in best)
+    assert "next: megapipe check" in said.out
+
+
 def test_a_second_search_keeps_pp_schedule_stages_and_sharding():
     own = configured(MINE)
     narrow = narrowed(ANYTHING, own)
