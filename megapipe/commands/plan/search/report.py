@@ -96,7 +96,6 @@ def report(
     if not best and not any(found.lost.values()):
         return f"{ended}no plan of the search has what --fix, --among and --without ask for"
     device = device or Device()
-    has_host = bool(best or found.lost[NO_HOST])
     if not best:
         lines = [f"{ended}nothing fits: {_lost(found)}"]
         if lacking:
@@ -107,7 +106,7 @@ def report(
                 f"      {machine.fits(x.plan, x.config)}",
                 f"      {pasted(x.config, undone(x.config))}",
             ]
-        return "\n".join([*lines, RESERVED, *[HOST] * has_host])
+        return "\n".join([*lines, RESERVED, *[HOST] * bool(found.lost[NO_HOST])])
     first = best[0]
     lines = []
     for n, one in enumerate(listed, 1):
