@@ -189,7 +189,7 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
             if not (case.same_bits or case.dtype == "float64"):
                 agree = ROUNDED[kind]
             for name, (tensor, pieces) in getattr(mine, kind).items():
-                wanted = _wanted(getattr(whole, kind), name, pieces)
+                wanted = part_of_whole(getattr(whole, kind), name, pieces)
                 if not agree(case, tensor, wanted):
                     if agree is _gradients_agree and _moves_as_far(case, name, pieces, tensor):
                         continue
@@ -209,7 +209,7 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
     return found
 
 
-def _wanted(whole: dict[str, Part], name: str, pieces: dict[int, tuple[int, int]]) -> Tensor:
+def part_of_whole(whole: dict[str, Part], name: str, pieces: dict[int, tuple[int, int]]) -> Tensor:
     """Return one process's tensor of this name, or the piece of it that a rank has."""
     # A tied head on a rank of its own has the embedding's gradient, the sum of both uses.
     found = (whole.get(whole_name(name)) or whole[WORD_EMBEDDINGS]).tensor
@@ -350,10 +350,10 @@ def _moves_as_far(
     """
     if case.dtype not in ("float16", "bfloat16"):
         return False
-    here = _wanted(alone(case.whole).gradients, name, pieces).double()
+    here = part_of_whole(alone(case.whole).gradients, name, pieces).double()
     off = (gradient.double() - here).norm()
     for seed in range(1, 1 + MOVES):
-        moved = _wanted(alone(replace(case.whole, moved=seed)).gradients, name, pieces)
+        moved = part_of_whole(alone(replace(case.whole, moved=seed)).gradients, name, pieces)
         if off <= 2 * (moved.double() - here).norm():
             return True
     return False
