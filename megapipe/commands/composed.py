@@ -50,6 +50,7 @@ _PASSES: dict[str, Collection[Kind]] = {
     "replicas": {Kind.P},
 }
 """The flags that add passes to a table and give their times, with the kinds of these passes."""
+NO_LIMIT = "--copies fits and needed choose within a limit. Add --memory 4."
 _OF_SEARCH = ("placement", "objective", "effort")
 """Flags that only zb-auto takes."""
 
@@ -99,6 +100,8 @@ def composed(args: Namespace) -> Composed:
     notes: list[str] = []
     if is_file(args.name):
         notes = _only_costs(args)
+    if args.copies == "needed" and args.memory is None:
+        notes.append("--copies needed copies nothing without a limit: --memory gives one")
     # --post-validation adds passes around the step even without --step. An error must name the
     # flag that the user has given.
     flags = dict(FLAGS)
@@ -154,9 +157,7 @@ def refuse_idle(args: Namespace, own: Mapping[str, object]) -> None:
         "--copies and --solve both say when activations are copied. Leave one out.": (
             args.copies and args.solve
         ),
-        "--copies fits and needed choose within a limit. Add --memory 4.": (
-            args.copies in ("fits", "needed") and args.memory is None
-        ),
+        NO_LIMIT: args.copies == "fits" and args.memory is None,
         "--shard and --shard-gradients contradict each other. Leave one of them out.": (
             args.shard is not None and args.shard_gradients
         ),

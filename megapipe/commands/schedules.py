@@ -12,7 +12,15 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from megapipe.commands.composed import FLAGS, composed, cutting, refuse_idle, stated, with_parts
+from megapipe.commands.composed import (
+    FLAGS,
+    NO_LIMIT,
+    composed,
+    cutting,
+    refuse_idle,
+    stated,
+    with_parts,
+)
 from megapipe.commands.described import described
 from megapipe.commands.progress import Progress
 from megapipe.commands.schedule_flags import STDOUT, parsed
@@ -198,7 +206,7 @@ def run_compare(args: Namespace) -> int:
     if len(costs) == 1:
         costs[0], args.memory, units = in_units(costs[0], args.memory)
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
-    refuse_idle(args, {})
+    refuse_idle(args, {NO_LIMIT: args.copies in ("fits", "needed") and args.memory is None})
     # The parts are the same for every point, so passes of the step get the first costs.
     args.costs = costs[0]
     parts = with_parts(NONE, args)

@@ -38,6 +38,7 @@ from megapipe.plan.parts import PARTS, own_parts
 from megapipe.plan.pieces import ModelWork, pieces
 from megapipe.plan.plan import Plan
 from megapipe.plan.recipes import recipe_of, schedule_of, step_of
+from megapipe.plan.seconds.device import capacity_of
 from megapipe.plan.split import given_costs, kept_shares, ranks_of_depths
 from megapipe.plan.state import GIB, bytes_of_parameter, refuse_too_much, whole_parameter
 from megapipe.schedule import Costs, Placement, Schedule
@@ -320,7 +321,7 @@ def _finished(draft: PlanDraft, recipe: Recipe, table: Schedule) -> Plan:
         recipe=replace(recipe, step=step_of(config, built.table), replicas=config.copies_state),
         own=own_parts(config, built.plain, built.table),
     )
-    refuse_too_much(plan, config)
+    refuse_too_much(plan, config, capacity_of(config))
     return plan
 
 

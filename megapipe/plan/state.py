@@ -115,9 +115,11 @@ def bytes_at_peak(plan: Plan, config: Config) -> list[dict[str, float]]:
     return rows
 
 
-def refuse_too_much(plan: Plan, config: Config) -> None:
+def refuse_too_much(plan: Plan, config: Config, device: float = 0.0) -> None:
     """Refuse a plan that needs more memory than --memory-limit-gib.
 
+    Args:
+        device: bytes of a device; 0 if not known.
     Raises: ConfigError that names the rank and the uses of its memory.
     """
     gib = config.parallel.memory_limit_gib
@@ -129,11 +131,17 @@ def refuse_too_much(plan: Plan, config: Config) -> None:
     look = ""
     if plan.before is None:
         look = f", or {LAYOUT} auto, which looks for a split that fits"
+    enough = need / GIB * 1.01
+    remedy = f"Use --memory-limit-gib {enough:.3g}, a larger "
+    # A limit above the memory of the device would be no remedy.
+    if 0 < device < enough * GIB:
+        more = enough - device / GIB
+        remedy = f"That is {more:.3g} GiB more than a device of --rates has. Use a larger "
     raise ConfigError(
         f"--memory-limit-gib {gib:g} is less than pipeline rank {rank} of {plan.schedule.name} is "
         f"predicted to need, {need / GIB:.3g} GiB: {state / GIB:.3g} for parameters, gradients "
         f"and optimizer, {(need - state) / GIB:.3g} for activations{also}.\n"
-        f"      Use --memory-limit-gib {need / GIB * 1.01:.3g}, a larger "
+        f"      {remedy}"
         "--pipeline-model-parallel-size or --tensor-model-parallel-size, a schedule that holds "
         f"less (v-min){look}."
     )

@@ -27,6 +27,8 @@ from megapipe.schedule.passes import Part, Placement, Schedule, Step
 MOST = 1e100
 _OF_LAYERS = {"f", "b", "w"}
 SHARES = ("link_f", "link_b", "link_w")
+HEAD = ("head_f", "head_b", "head_w")
+"""Fields of the model's head, in the order of f, b and w."""
 ATTENTION = ("attention_f", "attention_b", "attention_w")
 """Fields that are a share of another field."""
 # More turns than this change nothing: a pair then takes the longer of its two sums.
@@ -77,6 +79,8 @@ class CoreCosts:
         wide_k: size of the gradients of keys and values, as a multiple of mem_k. In slices they are
             held from the backward of the last slice to the backward of their own slice.
         mem_p: memory that F, B or BW needs only while it runs, such as a copy of the logits.
+        head_f, head_b, head_w: the part of the last stage's f, b and w that is the model's head;
+            None if not known. No simulation reads it. Whoever divides stages leaves it on the last.
     """
 
     f: PerStage = 1.0
@@ -97,6 +101,9 @@ class CoreCosts:
     mem_k: PerStage = 0.0
     wide_k: float = 1.0
     mem_p: PerStage = 0.0
+    head_f: float | None = None
+    head_b: float | None = None
+    head_w: float | None = None
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import MOST, SHARES, Costs
+from megapipe.schedule.costs import HEAD, MOST, SHARES, Costs
 
 _MESSAGE = ("latency", "bytes", "bandwidth")
-_SINGLE = ("fb", "overhead", "piece", "wide_k", *SHARES)
+_SINGLE = ("fb", "overhead", "piece", "wide_k", *SHARES, *HEAD)
 """Costs that are the same on every stage."""
 
 

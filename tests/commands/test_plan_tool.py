@@ -241,6 +241,33 @@ def test_weights_that_are_whole_at_once_are_gathered_in_parts_where_memory_is_sh
     assert "all weights of a rank" not in changed
 
 
+@pytest.mark.parametrize("layers", [24, 28, 7, 1])
+def test_each_number_of_parts_that_a_page_names_is_one_that_a_run_takes(layers, capsys):
+    """A page named N without its values: 7 of 28 layers was refused, as hanayo goes down and up."""
+    flags = f"--pipeline-model-parallel-size 1 --world-size 8 --global-batch-size 8 --num-layers {layers}"
+    line = [*MODEL.split(), *flags.split(), "--use-megatron-fsdp"]
+    command("plan")(line)
+    found = re.search(r"--pipeline-schedule (\S+) --num-virtual\S+ N .*N may be ([\d, ]+)\)", capsys.readouterr().out)
+    assert (found is None) == (layers == 1)
+    for number in found[2].split(", ") if found else ():
+        more = ["--pipeline-schedule", found[1], "--num-virtual-stages-per-pipeline-rank", number]
+        assert told([*line, *more], capsys)["schedule"] == found[1]
+
+
+def test_a_limit_above_the_memory_of_the_card_is_no_remedy():
+    """--memory-limit-gib 24.7 was named as the remedy for a card of 24 GiB."""
+    wide = "--hidden-size 8192 --num-attention-heads 64 --num-layers 2 --world-size 1 --pipeline-model-parallel-size 1"
+    line = [*MODEL.split(), *wide.split(), "--memory-limit-gib", "10"]
+    with pytest.raises(ConfigError) as caught:
+        command("plan")([*line, "--rates", "h200"])
+    need = float(re.search(r"Use --memory-limit-gib (\S+), a larger", str(caught.value))[1])
+    assert 24 < need < 40
+    with pytest.raises(ConfigError) as caught:
+        command("plan")([*line, "--rates", "rtx4090"])
+    more = re.search(r"That is (\S+) GiB more than a device of --rates has. Use a larger --pip", str(caught.value))[1]
+    assert float(more) == pytest.approx(need - 24, abs=0.1)
+
+
 def test_a_plan_that_only_full_recomputation_makes_fit_is_given_that(capsys):
     """Four devices of 24 GiB were told what a plan lacks, and no change that helps."""
     line = [*MODEL.split(), "--seq-length", "256", "--max-position-embeddings", "256", "--micro-batch-size", "4"]
@@ -302,6 +329,18 @@ def test_a_vocabulary_that_makes_stages_unequal_is_named_as_what_mends_them(caps
     (seconds,) = (x[1] for x in found if x[0] == "--vocab-parallel-pipeline")
     _, said = changes(capsys, f"{own} --vocab-parallel-pipeline")
     assert f"predicted step {seconds:.4g} s" in said
+
+
+def test_a_searched_plan_and_one_with_pairs_are_given_changes_too(capsys):
+    """Who had zb-auto or pairs was told of no change, whatever it gained."""
+    own = "--pipeline-model-parallel-size 4 --global-batch-size 8 --recompute-granularity full "
+    own += "--recompute-method uniform --recompute-num-layers 1 --memory-gib 400 --overlap-moe-expert-parallel-comm"
+    found, _ = changes(capsys, own)
+    assert found
+    searched = "--pipeline-model-parallel-size 4 --global-batch-size 4 --pipeline-schedule zb-auto --memory-gib 400"
+    found, said = changes(capsys, searched)
+    (seconds,) = (x[1] for x in found if x[0].startswith("--overlap-grad-reduce"))
+    assert seconds < 0.99 * float(re.search(r"predicted step (\S+) s", said)[1])
 
 
 def test_a_schedule_that_hides_no_messages_is_named_next_to_one_that_does(capsys):

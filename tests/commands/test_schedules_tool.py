@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from megapipe.commands import progress, schedules
+from megapipe.commands.main import command
 from megapipe.flags.parse import run
 from megapipe.schedule import SCHEDULES, build
 from megapipe.schedule.patterns import SLICED
@@ -368,3 +369,40 @@ def test_costs_that_a_plan_wrote_are_compared_in_teraflops_and_gib_for_all_sched
     sizes = ("--pp", "3", "--microbatches", "8")
     none = tool("compare", *sizes, "--costs", file, "--only", "zb-v").stdout
     assert "No schedule takes these numbers; the reasons are above." in none
+
+
+def test_a_plan_and_a_comparison_of_its_costs_say_one_number(tmp_path):
+    """A comparison said -4.8% of zb-v, and the plan itself -2.7%: it had spread the head over two parts of a stage."""
+    file = tmp_path / "costs.json"
+    line = (
+        "--num-layers 32 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+        "--mock-data --lr 1 --train-iters 9 --tokenizer-type NullTokenizer --vocab-size 7999 --bf16 "
+        "--micro-batch-size 1 --global-batch-size 32 --world-size 4 --pipeline-model-parallel-size 4"
+    )
+    spans = {}
+    for name in ("interleaved --num-virtual-stages-per-pipeline-rank 2", "1f1b"):
+        command("plan")(f"{line} --pipeline-schedule {name} --save-costs {file} --json {file}n".split())
+        spans[name] = json.loads(Path(f"{file}n").read_text())["step"]["time"]
+    divided, plain = spans.values()
+    gain = f"{100 * (divided / plain - 1):+.1f} %"
+    said = tool("compare", "--pp", "4", "--microbatches", "32", "--costs", file, "--only", "interleaved").stdout
+    assert re.search(rf"^interleaved v=2 +\S+ +{re.escape(gain)} ", said, re.MULTILINE)
+    assert "an embedding and the memory of a head" in said
+    # A file without the head, as a rehearsal writes it, spreads it.
+    known = json.loads(file.read_text())
+    assert {"head_f", "head_b", "head_w"} < known.keys()
+    file.write_text(json.dumps({name: x for name, x in known.items() if not name.startswith("head_")}))
+    spread = tool("compare", "--pp", "4", "--microbatches", "32", "--costs", file, "--only", "interleaved").stdout
+    assert gain not in spread
+    assert "a head or embedding" in spread
+
+
+def test_the_recipe_of_a_run_is_shown_without_the_limit_that_it_does_not_have():
+    """A check printed a line with --copies needed, and show refused it: "Add --memory 4"."""
+    line = "hanayo --pp 1 --microbatches 8 --chunks 4 --as-published --copies needed --shard"
+    done = tool("show", *line.split())
+    assert done.returncode == 0
+    assert "--copies needed copies nothing without a limit: --memory gives one" in done.stdout
+    for when in ("fits", "needed"):
+        refused = tool("compare", *SIZE, "--copies", when)
+        assert "choose within a limit" in refused.stderr

@@ -7,7 +7,7 @@ import pytest
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
-from megapipe.plan import make_plan
+from megapipe.plan import make_plan, pieces_of
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.links import knows_links
@@ -202,3 +202,20 @@ def test_weights_of_experts_travel_between_fewer_ranks_that_lie_further_apart(ep
     sent = 63 / 64 * dense + (1 - ep / 64) * 8 * experts
     known = knows_links(config, device).parallel.data_parallel_flops_per_byte
     assert known == round(device.flops * seconds(dense, 8 * experts) / sent)
+
+
+def test_links_of_data_parallel_ranks_count_depths_and_no_only_replica() -> None:
+    """A depth's layer has experts too, whose 8 replicas lie on 8 nodes: 40 GB/s, where all else has 300."""
+    flags = "--num-experts 8 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 8 --mtp-num-layers 2"
+    words = [*FLAGS.split(), FSDP, *flags.split(), "--global-batch-size", "64"]
+    deep = replace(parse(Config, words), world_size=64).with_batch(64)
+    device = Device(latency=0.0)
+    pieces = pieces_of(deep, deep.model)
+    parts = [pieces.embedding, *pieces.layers, *pieces.depths, pieces.head]
+    assert len(pieces.depths) == 2
+    experts = 7 / 8 * sum(part.experts for part in parts) / 8
+    dense = 63 / 64 * sum(part.parameters - part.experts for part in parts)
+    known = knows_links(deep, device).parallel.data_parallel_flops_per_byte
+    assert known == pytest.approx(device.flops * (dense / 3e11 + experts / 4e10) / (dense + experts), abs=1)
+    alone = replace(deep, world_size=1, parallel=replace(deep.parallel, expert_model_parallel_size=1))
+    assert knows_links(alone, device) == alone

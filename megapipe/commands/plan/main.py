@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> None:
     tell("\n".join(line for line in text if line), numbers(plan, config, device), flags.json)
     # The files come last, so that a full disk does not cost the printed plan.
     if flags.save_costs:
-        save_costs(plan.costs, flags.save_costs)
+        save_costs(with_head(plan), flags.save_costs)
     if flags.save_schedule:
         write_complete(flags.save_schedule, to_json(plan.schedule))
         readers = "--pipeline-schedule of a run and megapipe schedules show"
@@ -270,6 +270,15 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
         "host_bytes": asdict(host_of(plan, config)),
         "stages": stages,
     }
+
+
+def with_head(plan: Plan) -> Costs:
+    """Return the costs of a plan, which say what of its last stage is the head, if that is so."""
+    head = plan.pieces.head
+    # Elsewhere the head is no part of the last stage, or the times have a unit of their own.
+    if plan.given is not None or plan.pieces.depths or plan.schedule.placement.vocabulary:
+        return plan.costs
+    return replace(plan.costs, head_f=head.f, head_b=head.b, head_w=head.w)
 
 
 def save_costs(costs: Costs, path: str) -> None:

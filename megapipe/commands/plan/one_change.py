@@ -11,7 +11,12 @@ from typing import Any
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import BUCKET, HIDING, OVERLAP, hides_unmeasured
-from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions, allows_change
+from megapipe.commands.plan.search.listed.asked import (
+    ANYTHING,
+    VOCABULARY,
+    SearchRestrictions,
+    allows_change,
+)
 from megapipe.commands.plan.search.listed.cells import schedules_of, short
 from megapipe.commands.plan.verdict import Machine, published_range
 from megapipe.config import Config, ModelConfig
@@ -34,6 +39,8 @@ _HIDES = frozenset({*OVERLAP, "tp_comm_overlap"})
 """Fields that hide communication under passes."""
 _PASSES = 4096
 """The largest number of forwards of a table: larger ones take seconds for each change."""
+_PAIRED = 512
+"""The same for a table whose pairs are chosen by --overlap-moe-expert-parallel-comm."""
 
 
 def one_change(
@@ -55,24 +62,29 @@ def one_change(
     config = mine.config
     par = config.parallel
     forwards = mine.plan.schedule.placement.num_stages * config.num_microbatches
-    entry = SCHEDULES.get(mine.schedule)
-    if (
-        forwards > _PASSES
-        or par.overlap_moe_expert_parallel_comm
-        or (entry is not None and entry.searched)
-    ):
+    pairs = par.overlap_moe_expert_parallel_comm
+    if forwards > (_PAIRED if pairs else _PASSES):
         return []
+    entry = SCHEDULES.get(mine.schedule)
+    searched = entry is not None and entry.searched
     # The best change of each flag: {(name, hides): (seconds, text, bytes)}.
     found: dict[tuple[str, bool], tuple[float, str, float]] = {}
     fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, config)
     for fields in _changes(config, None if fits else machine.limit):
         changed = config.with_fields(**fields)
         hides = not _HIDES.isdisjoint(fields)
-        if (hides and HIDING in asked.without) or not allows_change(asked, config, changed):
+        left_out = hides and HIDING in asked.without
+        left_out |= VOCABULARY in asked.without and "vocab_parallel_pipeline" in fields
+        # Another search would take seconds, and flags that hide messages leave the table as it is.
+        left_out |= searched and not hides and "pipeline_schedule" not in fields
+        if left_out or not allows_change(asked, config, changed):
             continue
         with suppress(ConfigError, ScheduleError):
             if not flag_problems(short(changed, 1)):
-                other = of_run(changed, device)
+                if searched and hides:
+                    other = replace(timed(mine.plan, changed, device), peak=mine.peak)
+                else:
+                    other = of_run(changed, device)
                 if other.peak <= machine.limit and not machine.refuses(other.plan, changed):
                     text = f"{_said(fields, config)}: {other.step:.4g} s"
                     text += _ranged(mine, other, device)
@@ -159,6 +171,8 @@ def _changes(config: Config, limit: float | None) -> Iterator[dict[str, Any]]:
         for name, chunks in schedules_of(config):
             if chunks is None and name != par.pipeline_schedule:
                 yield {"pipeline_schedule": name}
+    if par.overlap_moe_expert_parallel_comm:
+        yield {"overlap_moe_expert_parallel_comm": False}
     # With a memory limit such a table may take minutes.
     may_share = par.pipeline_model_parallel_size > 1 and par.memory_limit_gib is None
     if may_share and not par.vocab_parallel_pipeline:

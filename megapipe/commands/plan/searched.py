@@ -59,7 +59,7 @@ class SearchFlags(MemoryFlags):
     recompute=none sharding=no."""
     without: tuple[str, ...] = ()
     """With --search: schedules to leave out, and sharding, moves (activations offloaded or
-    recomputed one by one), pipeline, recompute, or
+    recomputed one by one), pipeline, recompute, vocabulary (--vocab-parallel-pipeline), or
     hiding (of communication: by pairs of passes, so without dualpipe and dualpipe-v too, by
     --tp-comm-overlap or by --overlap-grad-reduce)."""
     why: tuple[str, ...] = ()
@@ -192,9 +192,9 @@ def sought(own: Config, flags: SearchFlags) -> Sought:
     problems += wrong
     if problems or devices is None or asked is None:
         raise ConfigError(problems)
-    # A plan with such communication keeps the user's overlap of it.
-    overlap = {name: getattr(own.parallel, name) for name in OVERLAP}
-    return Sought(config.with_fields(**overlap), devices, asked)
+    # A plan with such communication keeps the user's overlap of it; a pipeline, its vocabulary.
+    kept = {name: getattr(own.parallel, name) for name in (*OVERLAP, "vocab_parallel_pipeline")}
+    return Sought(config.with_fields(**kept), devices, asked)
 
 
 def searched(

@@ -124,12 +124,9 @@ class Sharding(OfPlan):
             f"gradients a step, and has up to {whole / 2**30:.3g} GiB of them whole at a time; "
             f"passes take {longer:.1%} longer by them{assumed}"
         )
-        if table.placement.num_stages == table.placement.num_ranks and self.weights:
-            text += (
-                "\nall weights of a rank are whole at once, as it has one stage: "
-                "--pipeline-schedule hanayo --num-virtual-stages-per-pipeline-rank N gathers them "
-                "in N parts, and lets go of as many as --memory-limit-gib needs"
-            )
+        place = table.placement
+        if place.num_stages == place.num_ranks and self.weights:
+            text += _in_parts(sum(plan.counts), place.num_ranks)
         return text
 
     def _time_of_a_byte(self, plan: Plan, costs: Costs, counted: Costs) -> float:
@@ -139,6 +136,29 @@ class Sharding(OfPlan):
         if isinstance(costs.f, tuple) and isinstance(counted.f, tuple) and any(counted.f):
             unit *= sum(costs.f) / sum(counted.f)
         return unit
+
+
+def _in_parts(layers: int, ranks: int) -> str:
+    """Return a line on flags with which ranks gather their weights in parts; "" if they have none.
+
+    Args:
+        layers: layers of the model.
+        ranks: pipeline ranks.
+    """
+    numbers = [n for n in range(2, layers // ranks + 1) if layers % (ranks * n) == 0]
+    if not numbers:
+        return ""
+    name = "breadth-first"
+    # Hanayo goes down and up, so that it has an even number of parts.
+    if even := [n for n in numbers if n % 2 == 0]:
+        name = "hanayo"
+        numbers = even
+    return (
+        "\nall weights of a rank are whole at once, as it has one stage: "
+        f"--pipeline-schedule {name} --num-virtual-stages-per-pipeline-rank N gathers them in N "
+        f"parts (N may be {', '.join(map(str, numbers))}), and lets go of as many as "
+        "--memory-limit-gib needs"
+    )
 
 
 class _Own(NamedTuple):

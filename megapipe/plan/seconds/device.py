@@ -329,3 +329,14 @@ def device_of(config: Config) -> Device | None:
     if config.parallel.distributed_backend == "gloo":
         return None
     return DEVICES["h100"]
+
+
+def capacity_of(config: Config) -> float:
+    """Return the bytes of a device that --rates describes; 0 if they are not known.
+
+    They count under --memory-limit-gib alone, and without it no file is read.
+    """
+    rates = config.check.rates
+    if rates is None or config.parallel.memory_limit_gib is None:
+        return 0.0
+    return load_device("--rates", rates).capacity

@@ -42,7 +42,7 @@ def knows_links(config: Config, device: Device) -> Config:
     """
     gathered = 1e12
     pieces = pieces_of(config, config.model)
-    parts = [pieces.embedding, *pieces.layers, pieces.head]
+    parts = [pieces.embedding, *pieces.layers, pieces.head, *pieces.depths]
     par = config.parallel
     share = expert_share(
         sum(part.parameters for part in parts),
@@ -53,5 +53,8 @@ def knows_links(config: Config, device: Device) -> Config:
     # Of n ranks each sends all but its own part.
     sent = (1 - share) * (1 - 1 / config.weight_replicas)
     sent += share * (1 - 1 / config.expert_replicas)
+    # An only replica gathers nothing.
+    if not sent:
+        return config
     link = device.flops * shared_out(gathered, share, config, device) / (sent * gathered)
     return config.with_fields(data_parallel_flops_per_byte=round(link))

@@ -11,6 +11,7 @@ from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.flops import flops_per_token
+from megapipe.plan.seconds.late import LATE, is_late
 from megapipe.plan.seconds.step import TimedPlan, basis, bubble, timed
 from megapipe.plan.shapes.slices import in_words
 from megapipe.plan.state import GIB
@@ -87,12 +88,9 @@ def page(plan: Plan, config: Config, device: Device) -> str:
     assumed = device.assumed
     if Kind.O in plan.schedule.kinds and config.parallel.offload_time is None:
         assumed += f", {device.to_host}"
-    lines = [
-        f"predicted step {in_short(found)}",
-        f"  {parts}",
-        f"  assumed: {assumed}",
-        name,
-    ]
+    lines = [f"predicted step {in_short(found)}", f"  {parts}", f"  assumed: {assumed}", name]
+    if is_late(config):
+        lines.insert(1, f"  {LATE}")
     return "\n".join(lines)
 
 

@@ -202,6 +202,34 @@ def exposed(
     return found
 
 
+def after_passes(
+    plan: Plan, config: Config, device: Device, table: Schedule, clock: SimulatedTimes
+) -> list[Sent]:
+    """Return, for each stage of a copy of the model, the communication that its passes do not hide.
+
+    Passes of other stages may hide it. Here the last pass of a stage hides all buckets that may
+    start within it, so that the rest follows the pass.
+
+    Args:
+        table: the passes of the step, without reductions and gathers.
+        clock: their times, without this communication.
+    """
+    used = _used(table, clock)
+    place = table.placement
+    found = []
+    for stage in range(place.chain):
+        weights = _of_stage(plan, stage)
+        bucket = buckets(plan, stage, config)
+        reduce, gather = sent(weights, config, device, bucket.number)
+        hidden = (used[stage].end - used[stage].start) * (1 - 1 / bucket.number)
+        rest = max(reduce - hidden, bucket.last * reduce)
+        if place.num_chains > 1:
+            # The two copies of a stage are on mirrored ranks, which sum in float32.
+            rest += device.seconds(4 * weights.parameters, config.world_size)
+        found.append(Sent(rest, gather))
+    return found
+
+
 def reductions(plan: Plan, config: Config, device: Device) -> list[float]:
     """Return the numbers from which `exposed` computes, apart from the times of the passes.
 

@@ -10,10 +10,12 @@ from megapipe.config import Config
 from megapipe.plan.make import pieces_of
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.late import is_late, late_parts, took
 from megapipe.plan.seconds.messages import causes_of_layer, with_messages
 from megapipe.plan.seconds.replicas import exposed, reductions
 from megapipe.plan.seconds.update import update
 from megapipe.schedule import Costs
+from megapipe.schedule.costs import HEAD
 from megapipe.schedule.families.family import mean, times
 from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.sharding.asked import Sharding
@@ -105,12 +107,16 @@ def timed(plan: Plan, config: Config, device: Device) -> TimedPlan:
     schedule = whole.without(SHARDS) if sharded else whole
     plain = schedule.without(MOVES) if schedule.kinds & MOVES else schedule
     clock = run_clock(schedule, costs)
-    makespan = _end(clock)
+    makespan = took(schedule, config, costs, clock)
     # Before the gathers of sharded weights, whose passes are no work.
     plain_clock = clock if plain is schedule else run_clock(plain, costs)
-    moves = makespan - _end(plain_clock)
-    at_end = exposed(plan, config, device, schedule, clock)
-    updated = update(plan, config, device)
+    of_passes = took(plain, config, costs, plain_clock)
+    moves = makespan - of_passes
+    if is_late(config):
+        at_end, updated = late_parts(plan, config, device, schedule, clock, costs)
+    else:
+        at_end = exposed(plan, config, device, schedule, clock)
+        updated = update(plan, config, device)
     if sharded:
         if schedule.kinds == whole.kinds:
             recipe = Recipe(schedule.name, sharding=Sharding(living=AHEAD))
@@ -118,7 +124,7 @@ def timed(plan: Plan, config: Config, device: Device) -> TimedPlan:
         else:
             schedule = whole
         clock = run_clock(schedule, costs)
-        at_end += _end(clock) - makespan
+        at_end += took(schedule, config, costs, clock) - makespan
     ranks = len(schedule.ranks)
     held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
     # The mean number of microbatches of a rank: with two copies of the model each has half of them.
@@ -139,7 +145,7 @@ def timed(plan: Plan, config: Config, device: Device) -> TimedPlan:
         "recomputation": share * (work_of(alone) - _least(config, plan, device)),
         **{name: visible * seconds for name, seconds in waits.items()},
         "small passes": passes,
-        "bubble": _end(plain_clock) - busy,
+        "bubble": of_passes - busy,
         MOVED: moves,
         SUMS: at_end,
         UPDATE: updated,
@@ -160,6 +166,7 @@ def basis(plan: Plan, config: Config) -> tuple[object, ...]:
         _rounded(costs),
         f"{update(plan, config, _ANY):.6g}",
         [f"{seconds:.6g}" for seconds in reductions(plan, config, _ANY)],
+        *["no barrier"] * is_late(config),
     )
 
 
@@ -167,8 +174,8 @@ def _rounded(costs: Costs) -> list[str]:
     """Return the times as text, with six digits, which do not depend on the machine."""
     found = []
     for name, value in vars(costs).items():
-        # Of sizes only the peak counts.
-        if name.startswith("mem_"):
+        # Of sizes only the peak counts, and the head is a part of the last stage.
+        if name.startswith("mem_") or name in HEAD:
             continue
         values = value if isinstance(value, tuple) else (value,)
         found += [name, *(f"{x:.6g}" for x in values if x is not None)]
@@ -192,11 +199,7 @@ def bubble(plan: Plan, config: Config, device: Device, *, equal: bool) -> float:
         costs = replace(costs, **means)
     table = plan.schedule.without(SHARDS | MOVES)
     clock = run_clock(table, costs)
-    return _end(clock) - _busy(clock) / len(table.ranks)
-
-
-def _end(clock: SimulatedTimes) -> float:
-    return max(map(max, clock.end))
+    return took(table, config, costs, clock) - _busy(clock) / len(table.ranks)
 
 
 def _busy(clock: SimulatedTimes) -> float:

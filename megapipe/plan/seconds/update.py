@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megapipe.config import Config
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
@@ -9,7 +11,14 @@ from megapipe.plan.state import bytes_of_state
 
 
 def update(plan: Plan, config: Config, device: Device) -> float:
-    """Return the seconds that the slowest rank's update takes; 0 if the memory's speed is unknown.
+    """Return the seconds of the slowest rank's update; 0 if its memory's speed is unknown."""
+    place = plan.schedule.placement
+    ranks = range(place.num_ranks)
+    return max(update_of(plan, config, device, place.stages_on(rank)) for rank in ranks)
+
+
+def update_of(plan: Plan, config: Config, device: Device, stages: Iterable[int]) -> float:
+    """Return the seconds in which a rank updates some stages; 0 if its memory's speed is unknown.
 
     An update is limited by memory bandwidth, not by arithmetic. An update zeroes the gradients,
     reads them for their norm and for the update, and reads and writes the optimizer's state and the
@@ -32,12 +41,8 @@ def update(plan: Plan, config: Config, device: Device) -> float:
     if par.splits_optimizer:
         dense_ranks = config.weight_replicas
         expert_ranks = config.expert_replicas
-    place = plan.schedule.placement
-    most = 0.0
-    for rank in range(place.num_ranks):
-        works = [plan.works[stage] for stage in place.stages_on(rank)]
-        dense = sum(work.parameters - work.experts for work in works) / plan.tp
-        experts = sum(work.experts for work in works) / plan.expert_ranks
-        moved = dense * (whole + split / dense_ranks) + experts * (whole + split / expert_ranks)
-        most = max(most, moved)
-    return most / device.memory
+    works = [plan.works[stage] for stage in stages]
+    dense = sum(work.parameters - work.experts for work in works) / plan.tp
+    experts = sum(work.experts for work in works) / plan.expert_ranks
+    moved = dense * (whole + split / dense_ranks) + experts * (whole + split / expert_ranks)
+    return moved / device.memory

@@ -49,6 +49,7 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
         room: limit on each rank's activation, in the unit of the costs, without the memory of a
             shared vocabulary. This limit may be exceeded if the order of the rows requires it.
     """
+    needs = _needs(table, added)
     best: tuple[float, Schedule] | None = None
     for delay in range(1 + -(-table.placement.num_stages // len(room))):
         # A pair that comes later would change the order of the forwards.
@@ -57,7 +58,7 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
             alone = unpaired(table)
         # No rule says how many forwards a backward may wait for, or how many T may be pending.
         for waiting in (1, 2, 3):
-            rows = _Merge(alone, added, costs, delay, waiting).run()
+            rows = _Merge(alone, added, needs, costs, delay, waiting).run()
             if rows is None:
                 continue
             found = replace(table, ranks=rows)
@@ -164,13 +165,20 @@ class _Merge:
     Args:
         schedule: the table without the added passes.
         added: the passes to add.
+        needs: what each pass of the table and each added pass waits for.
         costs: costs under which the simulation runs.
         delay: the number of forwards that may overtake each other step of a row.
         waiting: number of passes of one kind in LATER that may be pending on a rank.
     """
 
     def __init__(
-        self, schedule: Schedule, added: Sequence[Pass], costs: Costs, delay: int, waiting: int
+        self,
+        schedule: Schedule,
+        added: Sequence[Pass],
+        needs: dict[Pass, list[Pass]],
+        costs: Costs,
+        delay: int,
+        waiting: int,
     ) -> None:
         self.place = schedule.placement
         self.costs = costs
@@ -185,10 +193,7 @@ class _Merge:
         self.turns = count()
         # Lookups have an order of their own.
         self.added = {x for x in added if x.kind is not Kind.E}
-        # Needs follow from the passes that a table has. In which row they are makes no difference.
-        full = replace(schedule, ranks=(*schedule.ranks, tuple((x,) for x in added)))
-        needs = Dependencies(full)
-        self.needs = {x: needs.of(x) for x in full.passes()}
+        self.needs = needs
         self.lacks = {x: len(wanted) for x, wanted in self.needs.items()}
         self.takers: dict[Pass, list[Pass]] = {}
         for x, wanted in self.needs.items():
@@ -321,6 +326,14 @@ class _Merge:
                     due = self.ranks[there].due[taker.kind]
                     insort(due, (self.arrival[taker], turn, taker))
                 heappush(self.events, (self.arrival[taker], there))
+
+
+def _needs(schedule: Schedule, added: Sequence[Pass]) -> dict[Pass, list[Pass]]:
+    """Return {pass of a table, or added pass: the passes that it waits for}."""
+    # Needs follow from the passes that a table has. In which row they are makes no difference.
+    full = replace(schedule, ranks=(*schedule.ranks, tuple((x,) for x in added)))
+    needs = Dependencies(full)
+    return {x: needs.of(x) for x in full.passes()}
 
 
 def _first_forwards(schedule: Schedule) -> list[list[Pass]]:

@@ -11,6 +11,7 @@ _WHOLE = ("mem_p", "mem_r")
 """Memory that each part of a stage needs whole: what a pass needs while it runs, and its input."""
 _KEPT = ("s", "t", "e", "mem_s", "mem_lent")
 """Costs of a rank's share or of one stage alone, which cannot be divided among other stages."""
+_TIMES = ("f", "b", "w")
 _GIGA = 2.0**30
 _TERA = 1e12
 _LARGE = 1e9
@@ -22,8 +23,9 @@ _BYTES = 2.0**20
 def over_stages(costs: Costs, stages: int) -> Costs:
     """Return costs that name each stage, for a model that is cut in another number of stages.
 
-    A stage is divided in equal parts, or neighbours are merged. The sums over the model stay the
-    same, but for memory that each part needs whole. Costs are returned unchanged if one number of
+    A stage is divided in equal parts, or neighbours are merged. The time of a head, if the costs
+    have it, stays on the last part. The sums over the model stay the same, but for memory that each
+    part needs whole. Costs are returned unchanged if one number of
     stages does not divide the other, or if some of the costs cannot be divided (see _KEPT).
 
     Args:
@@ -43,7 +45,12 @@ def over_stages(costs: Costs, stages: int) -> Costs:
             share = parts
             if name in _WHOLE or name in ATTENTION:
                 share = 1
-            values[name] = tuple(x / share for x in value for _ in range(parts))
+            head = 0.0
+            if name in _TIMES:
+                head = getattr(costs, f"head_{name}") or 0.0
+            of_layers = (*value[:-1], value[-1] - head)
+            divided = [x / share for x in of_layers for _ in range(parts)]
+            values[name] = (*divided[:-1], divided[-1] + head)
     elif given > stages and given % stages == 0 and not any(name in named for name in ATTENTION):
         parts = given // stages
         for name, value in named.items():
@@ -76,7 +83,10 @@ def in_units(costs: Costs, memory: float | None) -> tuple[Costs, float | None, l
     times = "seconds, if a rehearsal wrote the file"
     if max(costs.f) > _LARGE:
         unit = _TERA
-        times = "TFLOPs: divided by the TFLOP/s of your device they are seconds"
+        times = (
+            "TFLOPs: divided by the TFLOP/s of your device they are seconds, without the messages "
+            "that the seconds of megapipe plan have"
+        )
     values: dict[str, Any] = {}
     for name, value in vars(costs).items():
         if value is None or name in (*SHARES, *ATTENTION, "wide_k"):
@@ -102,9 +112,12 @@ def said_of(costs: Costs, stages: set[int]) -> list[str]:
     if not stages or not isinstance(costs.f, tuple):
         return []
     counts = ", ".join(map(str, sorted(stages)))
+    spread = "a head or embedding"
+    if costs.head_f is not None:
+        spread = "an embedding and the memory of a head"
     return [
         f"the costs name {len(costs.f)} stages. For schedules of {counts} stages each is divided "
-        "equally, or neighbours are merged: the sums are the same, but a head or embedding is "
+        f"equally, or neighbours are merged: the sums are the same, but {spread} is "
         "spread over all parts of its stage. For the costs of such a schedule's own stages: "
         "megapipe plan <flags> --pipeline-schedule NAME --save-costs FILE"
     ]

@@ -12,6 +12,7 @@ from small_searches import MODEL, SLOW, found_by
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import with_vocabulary
 from megapipe.commands.plan.pasted import changed, flags_of, left_out, pasted
+from megapipe.commands.plan.search.compared import plain_instead
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import hides_unmeasured
 from megapipe.commands.plan.search.judged.found import SearchResults
@@ -258,6 +259,9 @@ def test_the_plainest_of_plans_nearly_as_fast_is_made_and_taken():
     assert shown == [plans[0], plans[2]]
     assert [x.why for x in listed] == ["fastest", "fewest flags"]
     assert to_take(shown, own, None, Machine(GIB)).number == 2
+    # The fastest of the plain ones, in whatever order they were made.
+    near = [plan(0.9), plan(0.5), plan(0.8)]
+    assert plain_instead(plans[0], near) == near[1]
 
 
 def test_virtual_stages_of_one_pipeline_rank_that_gain_nothing_are_not_on_the_page():
@@ -291,7 +295,8 @@ def test_where_only_the_schedule_is_free_each_schedule_has_its_plan():
     sizes = {axis: frozenset([value]) for axis, value in {"tp": "2", "pp": "2", "micro": "1"}.items()}
     schedules = {"1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half"}
     asked = SearchRestrictions(
-        {**sizes, "schedule": frozenset(schedules), "recompute": frozenset(["none"])}, frozenset(["sharding"])
+        {**sizes, "schedule": frozenset(schedules), "recompute": frozenset(["none"])},
+        frozenset(["sharding", "vocabulary"]),
     )
     plans = [x.plan for x in best_of(search(own, 4, Machine(GIB), SLOW, 1000, asked=asked))]
     shown = [(x.schedule, x.config.parallel.overlap_moe_expert_parallel_comm, x.config.overlaps_tp) for x in plans]
@@ -334,7 +339,7 @@ def test_a_candidate_without_a_table_does_not_say_for_those_alike_that_ranks_hav
 def test_stages_that_a_layout_lists_are_not_given_a_second_time(own):
     """A run refused the flags to paste, as both say the stages of a rank."""
     axes = {"pp": "2", "tp": "1", "micro": "1", "schedule": "interleaved", "recompute": "none", "sharding": "no"}
-    found = found_by(f"{own} --global-batch-size 8", 2, GIB, SLOW, "moves", **axes)
+    found = found_by(f"{own} --global-batch-size 8", 2, GIB, SLOW, "moves", "vocabulary", **axes)
     (x,) = found.best.values()
     assert x.config.parallel.pipeline_model_parallel_layout
     given = parse(Config, [*MODEL.split(), *own.split(), "--global-batch-size", "8", *flags_of(x.config)])

@@ -24,7 +24,8 @@ def test_pairs_of_a_schedule_and_the_few_more_of_a_flag_are_one_plan_of_the_list
     """Plans 1 and 7 both had dualpipe-v's pairs, and one of them a flag whose effect was not to be seen."""
     rates = tmp_path / "rates.json"
     rates.write_text(json.dumps({"flops": 1e11, "inside": 1e9, "outside": 1e9, "overhead": 1e-6, "latency": 1e-6}))
-    line = f"--global-batch-size 32 --world-size 4 --rates {rates} {model} --fix recompute --without sharding moves"
+    line = f"--global-batch-size 32 --world-size 4 --rates {rates} {model} --fix recompute "
+    line += "--without sharding moves vocabulary"
     best, said = run_search(
         f"{line} --among pp=2 micro=1 {hidden} schedule=dualpipe-v,1f1b", capsys, tmp_path, "hanayo"
     )

@@ -118,7 +118,8 @@ def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, 
 def test_layers_are_divided_by_their_work_where_the_head_takes_as_long_as_several(schedule, ranks):
     """Four devices with a vocabulary of 128,256 were given 18.8 s, and 16.74 by hand: all waited for the head."""
     own = "--num-layers 8 --vocab-size 4000 --global-batch-size 8"
-    found = found_by(own, ranks, pp=str(ranks), tp="1", schedule=schedule, recompute="none", sharding="no")
+    sizes = {"pp": str(ranks), "tp": "1", "schedule": schedule, "recompute": "none", "sharding": "no"}
+    found = found_by(own, ranks, GIB, SLOW, "vocabulary", **sizes)
     first = min(found.best.values(), key=lambda x: x.step)
     config = first.config.with_fields(pipeline_model_parallel_layout=None)
     steps = {}
@@ -256,8 +257,8 @@ def test_communication_that_can_be_hidden_is_hidden_in_the_best_plans(own, flag,
     rates = tmp_path / "rates.json"
     rates.write_text(json.dumps({"flops": 1e11, "inside": 1e9, "outside": 1e9, "overhead": 1e-6, "latency": 1e-6}))
     line = f"--global-batch-size 16 --world-size 4 --rates {rates} {own}"
-    hidden, said = run_search(line, capsys, tmp_path)
-    plain, _ = run_search(line, capsys, tmp_path, "zb-auto hiding")
+    hidden, said = run_search(line, capsys, tmp_path, "zb-auto vocabulary")
+    plain, _ = run_search(line, capsys, tmp_path, "zb-auto vocabulary hiding")
     assert hidden[0]["step_s"] < 0.99 * plain[0]["step_s"]
     assert flag in hidden[0]["flags"]
     assert not any(flag in found["flags"] for found in plain)

@@ -65,6 +65,7 @@ def plain_instead(x: TimedPlan, finished: Iterable[TimedPlan]) -> TimedPlan:
     """
     if not has_units(x.config) or x.config.parallel.use_megatron_fsdp:
         return x
+    others = []
     for other in finished:
         same = other.layout == x.layout and recomputes(other.config.model) == recomputes(
             x.config.model
@@ -73,8 +74,8 @@ def plain_instead(x: TimedPlan, finished: Iterable[TimedPlan]) -> TimedPlan:
         plain = not (has_units(other.config) or sharded or other.moves)
         plain &= hides_unmeasured(x) or not hides_unmeasured(other)
         if same and plain and other.step <= (1 + _GAIN_OF_WAVES) * x.step:
-            return other
-    return x
+            others.append(other)
+    return min(others, key=lambda other: other.step, default=x)
 
 
 def plainer(ranked: list[ExtrapolatedPlan]) -> Iterator[ExtrapolatedPlan]:

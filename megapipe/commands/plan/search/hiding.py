@@ -122,15 +122,13 @@ def hiding(
         return
     plans = [x for x in ranked if not x.moves]
     piped = [x for x in plans if x.config.parallel.pipeline_model_parallel_size > 1]
-    for x in _promising(piped, (TENSOR, CONTEXT, EXPERTS)):
+    for x in promising(piped, (TENSOR, CONTEXT, EXPERTS)):
         yield from _legal(x, x.config.with_fields(overlap_moe_expert_parallel_comm=True))
-    for x in _promising(plans, (TENSOR,)):
+    for x in promising(plans, (TENSOR,)):
         yield from _legal(x, x.config.with_fields(tp_comm_overlap=True))
 
 
-def _promising(
-    plans: Iterable[ExtrapolatedPlan], causes: tuple[str, ...]
-) -> list[ExtrapolatedPlan]:
+def promising(plans: Iterable[ExtrapolatedPlan], causes: tuple[str, ...]) -> list[ExtrapolatedPlan]:
     """Return the plans that would have the shortest steps without the time of these causes."""
     lost = [(x, sum(x.parts[cause] for cause in causes)) for x in plans]
     ordered = sorted((x.step - seconds, n) for n, (x, seconds) in enumerate(lost) if seconds > 0)

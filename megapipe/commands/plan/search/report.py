@@ -36,9 +36,7 @@ _NO_PIPELINE = (
     "gradients are summed, together"
 )
 """Why a plan without a pipeline has stages."""
-_NOT_SEARCHED = (
-    "not searched: --vocab-parallel-pipeline, attention, precision, kernels, graphs, unasked slices"
-)
+_NOT_SEARCHED = "not searched: attention, precision, kernels, graphs, unasked slices"
 """What the user may try by hand."""
 LeftOut = Callable[[Config], list[str]]
 """Returns the user's flags that a plan cannot have, by its configuration."""
@@ -231,6 +229,8 @@ def summary(x: TimedPlan, device: Device) -> str:
         text += f"experts {ep} x {etp}, "
     text += f"micro batch {micro}, {x.schedule}, "
     text += f"recomputes {recomputes(config.model) or 'nothing'}"
+    if config.parallel.vocab_parallel_pipeline:
+        text += ", vocabulary on all pipeline ranks"
     text += _paired(x)
     if config.overlaps_tp:
         text += ", tensor-parallel messages overlapped"

@@ -52,6 +52,7 @@ from megapipe.commands.plan.search.listed.cells import (
     schedules_of,
     under,
 )
+from megapipe.commands.plan.search.shared import sharing, worth_it
 from megapipe.commands.plan.telling import TimeIsUp, ends_within, settle
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
@@ -225,7 +226,8 @@ def _finish(
                 found.nearest = of_run(config, screen.device)
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
-    plans, small = _to_make(ranked, asked, found.by_schedule, few=bool(found.stopped))
+    own = screen.own.vocab_parallel_pipeline
+    plans, small = _to_make(ranked, asked, found.by_schedule, few=bool(found.stopped), own=own)
     among = len(plans) + len(small)
     what = "tables of the best plans"
     if found.stopped:
@@ -249,12 +251,18 @@ def _finish(
         found.stop(str(ended))
     if plans and not made:
         made[0] = _made(screen, plans[0])
-    for _, one_made in sorted(made.items()):
+    finished = [made[n] for n in sorted(made)]
+    for one_made in worth_it(finished, screen.machine.limit, own=own):
         found.take(one_made, screen.machine)
 
 
 def _to_make(
-    ranked: list[ExtrapolatedPlan], asked: SearchRestrictions, by_schedule: bool, *, few: bool
+    ranked: list[ExtrapolatedPlan],
+    asked: SearchRestrictions,
+    by_schedule: bool,
+    *,
+    few: bool,
+    own: bool,
 ) -> tuple[list[ExtrapolatedPlan], list[ExtrapolatedPlan]]:
     """Return the plans to compute as a run would, the best ones first.
 
@@ -263,6 +271,7 @@ def _to_make(
         asked: the user's restrictions of the search.
         by_schedule: whether schedules are compared, so that all plans are of interest.
         few: leave out what takes long.
+        own: the user's flags have --vocab-parallel-pipeline.
     Returns: (plans, plans whose order of passes is to be searched in addition).
     """
     chosen: dict[int, ExtrapolatedPlan] = {id(x): x for x in ranked[: _FEW if few else BEST]}
@@ -284,7 +293,9 @@ def _to_make(
     else:
         more += simpler(ranked, asked)
     chosen |= {id(x): x for x in more}
-    plans = [*chosen.values(), *hiding(ranked, asked)]
+    more = [*chosen.values(), *hiding(ranked, asked), *sharing(ranked, asked, own=own)]
+    # Several reasons may name one plan.
+    plans = [*{(x.config, x.moves, x.balanced): x for x in more}.values()]
     # Searching a table takes seconds, so only the best layouts with small tables are tried.
     small: list[ExtrapolatedPlan] = []
     if asked.allows_schedule(SEARCHES):

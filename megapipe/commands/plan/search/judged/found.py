@@ -132,7 +132,8 @@ class SearchResults:
         if self.by_schedule:
             pairs = config.parallel.overlap_moe_expert_parallel_comm
             slices = config.parallel.pipeline_slices
-            others = (x.schedule, pairs, config.overlaps_tp, slices)
+            shared = config.parallel.vocab_parallel_pipeline
+            others = (x.schedule, pairs, config.overlaps_tp, slices, shared)
         return x.layout, kind_of(config), x.moves, others
 
     def note(self, candidate: CandidatePlan, answer: ExtrapolatedPlan | Rejection) -> None:

@@ -23,7 +23,9 @@ WORDS = {
 }
 """Axes with words, and these words. sharding: of weights and gradients, as --use-megatron-fsdp."""
 AXES = (*NUMBERS, *WORDS)
-PARTS = ("sharding", "moves", "pipeline", "recompute", "hiding")
+VOCABULARY = "vocabulary"
+"""The word of --without for a vocabulary that all pipeline ranks share."""
+PARTS = ("sharding", "moves", "pipeline", "recompute", "hiding", VOCABULARY)
 """What --without leaves out, apart from schedules; moves are activations offloaded or recomputed
 one by one, and hiding hides communication, see `hiding`."""
 _MOST = 100_000
