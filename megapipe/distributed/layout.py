@@ -191,7 +191,10 @@ They are equal on all ranks of a stage.
 
 
 def saved_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for a stage's parameters and saved buffers, for checkpoints."""
+    """Yield (name, tensor) for the tensors of a stage that checkpoints hold.
+
+    These are its parameters, and its buffers with a name in SAVED_BUFFERS.
+    """
     yield from stage.named_parameters()
     for name, x in stage.named_buffers():
         if name.rpartition(".")[2] in SAVED_BUFFERS:

@@ -116,9 +116,10 @@ class Loss(NamedTuple):
                 is a mean, its number of tokens is not known, so the loss is the mean of the ranks'
                 means.
             averaged: gradients will be averaged over cp, as Megatron-LM's DistributedDataParallel
-                does, and not summed. Then, as in Megatron-LM, a sum is divided by the number of
-                this rank's tokens only. The gradient of a mean is multiplied by the number of
-                ranks.
+                does, and not summed. Then the gradient is Megatron-LM's. A sum is divided by the
+                number of this rank's tokens only, so the loss is the mean of the ranks' means. The
+                gradient of a mean is multiplied by the number of ranks, so the loss is the sum of
+                the ranks' means.
         Raises: ConfigError for per_token without tokens.
         """
         if per_token:

@@ -39,7 +39,8 @@ class Request:
         forward_only: an evaluation: the same order of forwards, without gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect its results.
         calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
-        averaged_over_cp: gradients will be averaged over context-parallel ranks, not summed.
+        averaged_over_cp: gradients will be averaged over context-parallel ranks, not summed. See
+            `Loss.share`.
         loss_scale: returns the loss scale, the factor on every loss before backward.
         stream: takes a microbatch and returns its stream of random numbers.
         variable_seq_lengths: microbatches of this step differ in length.

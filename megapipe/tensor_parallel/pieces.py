@@ -75,7 +75,10 @@ class CollectiveMatmul(NamedTuple):
         return out, gathered
 
     def summed(self, x: Tensor, multiply: Multiply, width: int) -> Tensor:
-        """Return the product of x, summed over the ranks, while later pieces are still multiplied.
+        """Return the product of x, summed over the ranks.
+
+        The product is computed in pieces. While one piece is summed over the ranks, the next piece
+        is multiplied.
 
         Args:
             x: [s, ..., k], this rank's slice of the features.

@@ -92,7 +92,7 @@ class Evaluation:
     def finish(self) -> None:
         """Evaluate on the validation and the test set at the end of the run.
 
-        Does nothing without --eval-interval and --skip-train.
+        Does nothing if neither --eval-interval nor --skip-train is given.
         """
         data = self._run.config.data
         n = self._run.progress.iteration

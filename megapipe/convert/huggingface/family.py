@@ -160,9 +160,9 @@ class Family:
         """Return the fields of ModelConfig that a config.json means.
 
         Args:
-            content: a config.json in which no key is missing that has a default.
+            content: a config.json to which `filled` has added the defaults of missing keys.
             problems: receives a text for each value that ModelConfig cannot express.
-        Raises: KeyError for a key that is needed and missing.
+        Raises: KeyError for a missing key that has no default.
         """
         fields = dict(self.always)
         # Several keys may differ between layers. Each gives a dictionary for every layer.

@@ -40,9 +40,10 @@ class Again:
     Attributes:
         costs: the medians of the measured passes and messages, in seconds.
         schedule: the table of the measured steps.
-        passes: seconds from the first pass to the last, as the median of the replayed steps.
-        bubble: the largest share of that time in which a rank is idle. Time in which the host
-            prepares a pass counts as idle.
+        passes: seconds from the first pass to the last. Each measured step is simulated with its
+            own passes' times, and the median over these simulations counts.
+        bubble: the share of these seconds in which the most idle rank is idle, also a median. Time
+            in which the host prepares a pass counts as idle.
         outside: seconds of a step outside its passes: samples, gradient sums, norm, update.
     """
 

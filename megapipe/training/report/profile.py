@@ -30,7 +30,7 @@ class Profiler:
     """Records the steps from --profile-step-start to --profile-step-end with PyTorch's profiler.
 
     `before` and `after` are called around each step, `close` at the end of the run. Does nothing
-    without --profile and --use-pytorch-profiler, and on ranks that --profile-ranks leaves out.
+    if --profile or --use-pytorch-profiler is missing, and on ranks that --profile-ranks leaves out.
 
     Args:
         log: the logging flags.

@@ -22,7 +22,7 @@ def documents_of(
 ) -> Documents | None:
     """Return the documents of microbatch i, which the attention of every stage needs.
 
-    Returns None without --reset-attention-mask and --reset-position-ids.
+    Returns None if neither --reset-attention-mask nor --reset-position-ids is given.
 
     Args:
         config: the run's configuration.

@@ -283,7 +283,7 @@ def _to_make(
         chosen |= {id(x): x for x in [x for x in of_kind if not x.moves][:1]}
     if few:
         plain = islice(simpler(ranked, asked), _FEW_SIMPLE)
-        # There is no time to divide the layers once more by the clock.
+        # There is no time to divide the layers once more by simulated steps.
         return [replace(x, balanced=False) for x in (*chosen.values(), *plain)], []
     more = [*leaner(ranked)]
     if asked.allows_schedule(PLAIN):
@@ -309,8 +309,8 @@ def _to_make(
 def _made(screen: Screen, x: ExtrapolatedPlan) -> TimedPlan | None:
     """Return the plan that a run with a sketch's flags makes; None if a run cannot make it.
 
-    Of a plan whose layers are divided by their work, the layers are also divided by the clock, and
-    the faster plan counts. If neither can be made, layers are divided evenly.
+    If the sketch's layers are divided by their work, they are also divided so that a simulated step
+    is shortest, and the faster plan counts. If neither can be made, layers are divided evenly.
     """
     configs = [x.config]
     if x.balanced:

@@ -364,7 +364,7 @@ def _of(buffer: Buffer | None, size: int) -> Tensor:
 def moves_of(setting: Setting) -> dict[int, Activations]:
     """Return {stage: the object that offloads and recomputes its activations}.
 
-    The result is {} in an evaluation, and for a table without the passes O, L and R.
+    The result is {} in an evaluation, and for a table with none of the passes O, L and R.
 
     Args:
         setting: the step of this rank.

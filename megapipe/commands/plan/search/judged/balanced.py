@@ -2,8 +2,8 @@
 
 The head of a small model with a large vocabulary takes as long as several layers. Its stage then
 makes all others wait, unless it has fewer layers. A search first gives each rank equally much work,
-which takes milliseconds. The best plans are then split by the clock, as by
---pipeline-model-parallel-layout auto.
+which takes milliseconds. The layers of the best plans are then split so that a simulated step is
+shortest, as by --pipeline-model-parallel-layout auto.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class Screen:
             return None
 
     def split_by_clock(self, x: ExtrapolatedPlan) -> Config:
-        """Return a plan's configuration with the layers of each stage that a clock finds best.
+        """Return a plan's configuration, with layers split so that a simulated step is shortest.
 
         Args:
             x: a plan that fits.
