@@ -191,9 +191,10 @@ They are equal on all ranks of a stage.
 
 
 def saved_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for the tensors of a stage that checkpoints hold.
+    """Yield (name, tensor) for a stage's parameters and saved buffers, for checkpoints.
 
-    These are its parameters, and its buffers with a name in SAVED_BUFFERS.
+    A buffer is saved if the last part of its name is in SAVED_BUFFERS. `histories` yields further
+    buffers of a checkpoint.
     """
     yield from stage.named_parameters()
     for name, x in stage.named_buffers():
@@ -221,6 +222,6 @@ def histories(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def untrained(stage: nn.Module) -> list[Tensor]:
     """Return the tensors of a stage that a checkpoint has and no optimizer updates.
 
-    These are saved buffers, histories and frozen weights.
+    These are frozen weights, buffers in SAVED_BUFFERS and the histories of FP8.
     """
     return [x for _, x in (*saved_tensors(stage), *histories(stage)) if not x.requires_grad]
