@@ -36,6 +36,7 @@ from megapipe.config.layers import inline
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.flags.unset import unset
+from megapipe.plan import GIB
 from megapipe.plan.seconds.device import Device, device_of
 from megapipe.plan.seconds.links import by_rates
 from megapipe.plan.seconds.page import digest, in_short
@@ -215,12 +216,13 @@ def searched(
     config, devices, asked = sought(own, flags)
     device = device_of(config) or Device()
     slices = own.parallel.pipeline_slices
+    machine = flags.machine(device, devices)
     # Problems of the tokenizer are reported in words, and the search goes on.
     size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
     config = config.with_batch(config.global_batch_size)
     said += _uneven(config, devices, asked)
+    said += _unlimited(own, machine)
     config = replace(config, model=inline(config.model))
-    machine = flags.machine(device, devices)
     jobs = flags.search_jobs or os.cpu_count() or 1
     # The user's own plan is the first that is known, after seconds.
     with goes_on(f"making your own plan{slow(own)}"):
@@ -238,7 +240,8 @@ def searched(
                 try_slices(found, slices, machine, device, config.parallel)
         except KeyboardInterrupt as ended:
             found.stop(str(ended))
-    if not (found.stopped or found.by_schedule):
+    # Where nothing fits, no plan with the user's own pp does.
+    if found.best and not (found.stopped or found.by_schedule):
         found.like_yours = searching.like_yours(own, yours.plan, machine, asked)
     listed = best_of(found)
     best = [x.plan for x in listed]
@@ -262,7 +265,7 @@ def searched(
         numbers["take"] = advice.number
     wrong = None
     if flags.why:
-        table, problems = answer(lambda: why(flags.why, best, yours.plan, advice))
+        table, problems = answer(lambda: why(flags.why, best, yours, advice))
         text.append(table or "")
         wrong = ConfigError(problems) if problems else None
     # A terminal shows the end of a long page.
@@ -288,6 +291,17 @@ def _uneven(config: Config, devices: int, asked: SearchRestrictions) -> list[str
     return [
         f"--global-batch-size {batch} is no multiple of {share}, so layouts with {most} "
         f"data-parallel ranks are left out: {near(batch, share)} has them too"
+    ]
+
+
+def _unlimited(own: Config, machine: Machine) -> list[str]:
+    """Return a line if the user's own limit on memory is less than plans of the search may take."""
+    limit = own.parallel.memory_limit_gib
+    if limit is None or limit * GIB >= machine.limit:
+        return []
+    return [
+        f"--memory-limit-gib {limit:g} limits your own plan alone: --reserved-gib "
+        f"{machine.device / GIB - limit:.4g} limits all others to as much"
     ]
 
 

@@ -79,6 +79,19 @@ def test_a_second_search_keeps_pp_schedule_stages_and_sharding():
         ((), (), ("pipeline",)),
     ):
         assert narrowed(asked_of(fix, among, without, own), own) is None
+    # A search of minutes ended with the error of these stages, and without a page.
+    uneven = "--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
+    assert narrowed(ANYTHING, configured(f"{uneven} --pipeline-schedule interleaved")) is None
+
+
+def test_a_plan_that_both_searches_have_made_is_listed_once():
+    """Plans 6 and 7 of a page were one zb-v at pp 2: "your pp and schedule" and "plain pipeline"."""
+    found = found_by("--global-batch-size 4", 2)
+    plans = [x.plan for x in best_of(found)]
+    found.like_yours = replace(plans[-1])
+    listed = best_of(found)
+    assert [x.plan for x in listed] == plans
+    assert listed[-1].why == "your pp and schedule"
 
 
 def test_stages_by_their_layers_and_by_their_number_are_one_flag():
@@ -126,6 +139,28 @@ def test_a_wrong_word_of_why_is_refused_before_the_search():
         main([*MODEL.split(), "--search", "--global-batch-size", "4", "--world-size", "2", "--why", "best", "1"])
 
 
+def test_why_yours_says_why_there_is_no_plan_of_yours(capsys):
+    """A page with refused flags ended with "--why yours is no plan of the list: it has 1 to 14."."""
+    line = "--search --search-jobs 1 --global-batch-size 4 --world-size 2 --among tp=1 micro=1 --without zb-auto"
+    refused = "--pipeline-model-parallel-size 3", "a run refuses them"
+    for flags, reason in (refused, ("--unset micro-batch-size", "they name no layout")):
+        words = f"{MODEL} {line} {flags} --why take yours".split()
+        with pytest.raises(ConfigError, match=f"--why yours: your flags have no plan, as {reason}."):
+            main(words)
+        said = capsys.readouterr().out
+        assert "take 1: " in said
+        # Who has named no layout has nothing that a plan could change.
+        assert ("flags that differ from yours: " in said) == ((flags, reason) == refused)
+
+
+def test_a_limit_on_memory_of_yours_alone_is_said(capsys, tmp_path):
+    """Plans of 60 GiB had --unset memory-limit-gib for a user who had asked for 1 GiB, without a word."""
+    line = "--global-batch-size 4 --world-size 1 --memory-limit-gib 1"
+    said = run_search(line, capsys, tmp_path)[1].out
+    assert "--memory-limit-gib 1 limits your own plan alone: --reserved-gib 79 limits all others to as much" in said
+    assert "limits your own plan" not in run_search(f"{line} --reserved-gib 79", capsys, tmp_path)[1].out
+
+
 def test_memory_decides_before_flags_where_no_layout_is_named():
     """A student who had typed no schedule was sent to a slower and tighter plan, as it changed fewest flags."""
     own = configured("--global-batch-size 4 --use-distributed-optimizer")
@@ -159,7 +194,7 @@ def test_plans_as_fast_as_the_plainest_one_are_compared_by_the_flags_that_they_c
     best = [plan(0, **shards), plan(3, **many), plan(7, micro_batch_size=2), plan(9)]
     advice = to_take(best, own, None, Machine(GIB))
     assert advice.number == 3
-    assert "like 2, and within 5% of it: 3" in advice.rules
+    assert "as plain as 2, within 5% of it: 3" in advice.rules
     assert to_take([*best[:2], best[3]], own, None, Machine(GIB)).number == 2
 
 

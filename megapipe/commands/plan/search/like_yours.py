@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megapipe.checks.inputs import answer
 from megapipe.commands.plan.search.hiding import HIDING, with_fewest_flags
 from megapipe.commands.plan.search.judged.found import SearchResults
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions, own_values
@@ -29,8 +30,8 @@ def narrowed(
         asked: the user's restrictions of the search.
         own: the configuration of the user's own flags.
         hides: whether the user's own plan hides messages within passes.
-    Returns: None if the flags say no pipeline, if the restrictions exclude what they say, or if the
-        search has been as narrow already.
+    Returns: None if the flags say no pipeline, if their layers do not fill its stages, if the
+        restrictions exclude what they say, or if the search has been as narrow already.
     """
     mine = own_values(own)
     name = mine["schedule"]
@@ -42,9 +43,11 @@ def narrowed(
     among = {**asked.among, **kept}
     if among == asked.among or not asked.allows_schedule(name):
         return None
-    chunks = None
-    if SCHEDULES[name].chunks is None:
-        chunks = chunks_of(own)
+    chunks, problems = answer(lambda: chunks_of(own))
+    if problems:
+        return None
+    if SCHEDULES[name].chunks is not None:
+        chunks = None
     without = {*asked.without, "moves"}
     if not hides:
         without.add(HIDING)

@@ -66,8 +66,10 @@ def _reasons(found: SearchResults, ranked: list[TimedPlan]) -> Iterator[tuple[Ti
     for x in sure[:1]:
         yield plain_instead(x, found.finished), "fastest without hidden messages"
 
-    if found.like_yours is not None:
-        yield found.like_yours, "your pp and schedule"
+    if (mine := found.like_yours) is not None:
+        # The first search may have made this plan too.
+        alike = (x for x in found.finished if (x.config, x.moves) == (mine.config, mine.moves))
+        yield next(alike, mine), "your pp and schedule"
 
     plain = plainest(found.finished)
     if plain is not None:

@@ -32,8 +32,8 @@ EQUAL = f"equal in time, within {CLOSE:.0%}: "
 _LEAN = 0.5
 """The fraction of the memory that plans may take from which a line says how to ask for less."""
 _NO_PIPELINE = (
-    "on 1 pipeline rank a virtual stage is the layers whose weights are gathered, or whose "
-    "gradients are summed, together"
+    "on 1 pipeline rank a virtual stage is the layers whose weights are gathered, or whose",
+    "gradients are summed, together",
 )
 """Why a plan without a pipeline has stages."""
 _NOT_SEARCHED = "not searched: attention, precision, kernels, graphs, unasked slices"
@@ -150,20 +150,19 @@ def _meaning(best: list[TimedPlan]) -> list[str]:
         # Few layouts of a model with experts were ever compared.
         differ = "schedule, recomputation or etp differs"
         others = "two others by 41% and 103%"
-    hidden = "assumed: pairs of passes and --tp-comm-overlap hide messages under products; "
-    hidden += "no GPU measured it"
-    if hides_unmeasured(best[0]):
-        hidden += ". Plan 1 rests on this"
     lines = [
         RESERVED,
         HOST,
         "how sure: seconds are off by 12% on average, 43% at most (29 published runs); ratios by",
         f"less than {CLOSE:.0%} if only {differ} (30 pairs), {others}",
-        hidden,
-        _NOT_SEARCHED,
+        "assumed: pairs of passes and --tp-comm-overlap hide messages under products; no GPU "
+        "measured it",
     ]
+    if hides_unmeasured(best[0]):
+        lines.append("plan 1 rests on this")
+    lines.append(_NOT_SEARCHED)
     if any(has_units(x.config) for x in best):
-        lines.append(_NO_PIPELINE)
+        lines += _NO_PIPELINE
     return ["what these numbers mean, on every page:", *(f"  {line}" for line in lines)]
 
 

@@ -49,14 +49,14 @@ class Advice:
     Attributes:
         number: the number of the plan in the list, from 1, or "yours".
         plan: the plan.
-        changes: how many of the user's flags the plan changes.
+        changes: how many flags of the plan differ from the user's; None if these name no layout.
         rules: a line for each rule that has chosen the plan.
         caveats: lines on errors of the predictions that matter here.
     """
 
     number: int | str
     plan: TimedPlan
-    changes: int
+    changes: int | None
     rules: tuple[str, ...]
     caveats: tuple[str, ...] = ()
 
@@ -74,10 +74,13 @@ class Advice:
         words += sorted(demands(x))
         if recomputed := recomputes(x.config.model):
             words.append(f"recomputes {recomputed}")
+        if x.config.parallel.vocab_parallel_pipeline:
+            words.append("vocabulary on all pipeline ranks")
         spare = (machine.limit - x.peak) / GIB
-        changes = self.changes or "none"
         first = f"take {self.number}: {x.schedule}, {', '.join(words)}, {x.step:.4g} s, "
-        first += f"{spare:.3g} GiB to spare, {changes} of your flags changed"
+        first += f"{spare:.3g} GiB to spare"
+        if self.changes is not None:
+            first += f", flags that differ from yours: {self.changes or 'none'}"
         flags = "the flags of this plan after yours"
         if self.number == YOURS:
             flags = "your flags as they are"
@@ -138,7 +141,9 @@ def to_take(
     load = load_line(best[n].plan, best[n].config, machine.limit)
     if load and n:
         caveats.append(load)
-    changes = len(changed(own, best[n].config))
+    changes = None
+    if names_layout(own):
+        changes = len(changed(own, best[n].config))
     return Advice(n + 1, best[n], changes, tuple(rules), tuple(caveats))
 
 
@@ -186,13 +191,15 @@ def _chosen(
     alike = [n for n in counted if peaks[n] <= max(room, peaks[plain[0]])]
     alike = _close(best, [n for n in alike if n >= plain[0] and more[n] == more[plain[0]]])
     if added := [n for n in alike if n not in plain]:
-        rules.append(f"like {plain[0] + 1}, and within {CLOSE:.0%} of it: {_numbers(added)}")
+        rules.append(f"as plain as {plain[0] + 1}, within {CLOSE:.0%} of it: {_numbers(added)}")
         plain += added
 
     changes = {n: len(changed(own, best[n].config)) for n in plain}
     if names_layout(own):
         if len(plain) > 1:
-            rules.append("it changes fewest of your flags, and of several such needs least memory")
+            rules.append(
+                "fewest flags differ from yours, and of several such it needs least memory"
+            )
         return min(plain, key=lambda n: (changes[n], best[n].peak)), rules
     if len(plain) > 1:
         rules.append("it needs least memory, as you have named no layout that it could keep")

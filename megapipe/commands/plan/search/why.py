@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megapipe.commands.plan.search.report import UserPlan
 from megapipe.commands.plan.search.taken import YOURS, Advice
 from megapipe.errors import ConfigError
 from megapipe.plan.seconds.step import TimedPlan
@@ -15,7 +16,7 @@ TAKE = "take"
 def why(
     names: tuple[str, ...],
     best: list[TimedPlan],
-    yours: TimedPlan | None,
+    yours: UserPlan,
     advice: Advice | None,
 ) -> str:
     """Return a table of the seconds of two plans by cause, and their differences.
@@ -23,21 +24,16 @@ def why(
     Args:
         names: two plans: numbers from 1 in `best`, or "yours" or "take".
         best: the plans of the report.
-        yours: the plan of the user's own flags; None if there is none.
+        yours: the plan of the user's own flags, or why they have none.
         advice: has the plan to take; None without plans.
     Raises: ConfigError for a name that is no plan of the list.
     """
     known: Mapping[str, TimedPlan | None] = {
         **{str(n): x for n, x in enumerate(best, 1)},
-        YOURS: yours,
+        YOURS: yours.plan,
         TAKE: advice.plan if advice else None,
     }
-    numbered = f"1 to {len(best)}" if best else "no numbers"
-    problems = [
-        f"--why {name} is no plan of the list: it has {numbered}{', and yours' if yours else ''}."
-        for name in names
-        if known.get(name) is None
-    ]
+    problems = [_problem(name, best, yours) for name in names if known.get(name) is None]
     if problems:
         raise ConfigError(problems)
     a, b = (known[name] for name in names)
@@ -58,3 +54,23 @@ def why(
         )
         for row in rows
     )
+
+
+def _problem(name: str, best: list[TimedPlan], yours: UserPlan) -> str:
+    """Return why a name of --why has no plan.
+
+    Args:
+        best: the plans of the report.
+        yours: the plan of the user's own flags, or why they have none.
+    """
+    if name == YOURS:
+        reason = "they name no layout"
+        if yours.refused:
+            reason = "a run refuses them"
+        return f"--why {YOURS}: your flags have no plan, as {reason}."
+    known = "no numbers"
+    if best:
+        known = f"1 to {len(best)}"
+    if yours.plan is not None:
+        known += f", and {YOURS}"
+    return f"--why {name} is no plan of the list: it has {known}."
