@@ -30,7 +30,7 @@ def narrowed(
         asked: the user's restrictions of the search.
         own: the configuration of the user's own flags.
         hides: whether the user's own plan hides messages within passes.
-    Returns: None if the flags say no pipeline, or one whose stages their layers do not fill. None if
+    Returns: None if the flags say no pipeline, or one whose stages the layers do not fill. None if
         the restrictions exclude what they say, or if the search has been as narrow already.
     """
     mine = own_values(own)
