@@ -107,6 +107,11 @@ def run_on(
     world = sizes.tensor_model_parallel_size * sizes.context_parallel_size * stages * dp
     grids = Grids.of(sizes, world)
     store = HashStore()
+    # One for all groups: each device of gloo has a thread that wakes 100 times a second.
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_default_device()]
+    options._threads = 2
+    options._timeout = timedelta(seconds=timeout_s)
     results: list[T | None] = [None] * world
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -122,7 +127,7 @@ def run_on(
             position = ranks.index(rank)
             size = len(ranks)
             group = dist.ProcessGroup(prefix, position, size)
-            gloo = ProcessGroupGloo(prefix, position, size, timedelta(seconds=timeout_s))
+            gloo = ProcessGroupGloo(prefix, position, size, options)
             group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             return where.group(group, f"{name} {list(ranks)}", position, device)
 
