@@ -22,6 +22,10 @@ ruff check .
 ruff format --check --quiet .
 types="$(mktemp)"
 mypy > "$types" 2>&1 &
+if [ ! -d tests/__pycache__ ]; then
+  echo "== Compiling the tests: a fresh clone's workers would each do it"
+  python -m pytest --collect-only > /dev/null || true # what is wrong, the workers say
+fi
 echo "== pytest, beside mypy"
 # Three workers for two cores: some tests wait for a timeout or for processes. WORKERS=0 uses none.
 failed=0

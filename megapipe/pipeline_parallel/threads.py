@@ -107,8 +107,8 @@ def run_on(
     world = sizes.tensor_model_parallel_size * sizes.context_parallel_size * stages * dp
     grids = Grids.of(sizes, world)
     store = HashStore()
-    # One for all groups: each device of gloo has a thread that wakes 100 times a second.
-    options = ProcessGroupGloo._Options()
+    # Each device of gloo has a thread that wakes 100 times a second, so all groups share one.
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_default_device()]
     options._threads = 2
     options._timeout = timedelta(seconds=timeout_s)

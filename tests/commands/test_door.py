@@ -93,7 +93,8 @@ def test_pretrain_starts_processes_that_train(tmp_path, monkeypatch, capsys):
     flags = (
         "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --lr 1e-3"
     )
-    flags += " --mock-data --tokenizer-type NullTokenizer --vocab-size 15 --num-workers 0 --micro-batch-size 1"
+    flags += " --mock-data --split 1,0,99 --tokenizer-type NullTokenizer --vocab-size 15 --num-workers 0"
+    flags += " --micro-batch-size 1"
     flags += " --global-batch-size 2 --train-iters 1 --eval-iters 0 --log-interval 1 --pipeline-model-parallel-size 2"
     became: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, words: became.append(words) or sys.exit(0))
@@ -118,7 +119,7 @@ def test_init_writes_a_program_that_trains_with_the_loss_and_model_beside_it(tmp
     line = launch[launch.index("FLAGS=(") : launch.index('"${TOKENS')]
     line = line.replace("FLAGS=(", "pretrain_gpt.py ").replace('"${CPU[@]}"', "")
     tokens = (
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --hidden-size 16 --seq-length 16 --num-workers 0"
+        "--mock-data --split 1,0,99 --tokenizer-type NullTokenizer --vocab-size 255 --hidden-size 16 --seq-length 16"
     )
     tokens += " --num-workers 0 --global-batch-size 8 --train-iters 5 --eval-iters 0 --lr-warmup-iters 1"
     tokens += " --pipeline-schedule zb-v --num-attention-heads 2"

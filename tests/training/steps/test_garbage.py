@@ -63,7 +63,7 @@ def test_the_collector_is_as_its_caller_had_it_after_a_run_or_a_start_that_is_re
     flags = (
         "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --manual-gc "
         "--mock-data --tokenizer-type NullTokenizer --vocab-size 15 --micro-batch-size 1 --global-batch-size 1 "
-        "--train-iters 1 --lr 1e-3 --eval-iters 0"
+        "--train-iters 1 --lr 1e-3 --eval-iters 0 --split 1,0,99"
     )
 
     def refused(config, span, tp):
