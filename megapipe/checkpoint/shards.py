@@ -249,10 +249,11 @@ def tensors_of(stages: Sequence[nn.Module], saved: Saved, mesh: ProcessMesh) -> 
     for kind, views in saved.state.items():
         kinds[f"optimizer.{kind}."] = views
     found = {}
+    made: dict[tuple[object, ...], DeviceMesh] = {}
     for prefix, views in kinds.items():
         for name, tensor in views.items():
             key = prefix + whole_name(layouts[name].tied_to or name)
-            found[key] = _placed(tensor, layouts[name], mesh)
+            found[key] = _placed(tensor, layouts[name], mesh, made)
     return found
 
 
@@ -319,7 +320,9 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
+def _placed(
+    tensor: Tensor, layout: Layout, mesh: ProcessMesh, made: dict[tuple[object, ...], DeviceMesh]
+) -> Tensor:
     """Return this rank's part of a tensor as a DTensor of the tensor's full shape.
 
     A tensor that is not split is returned as a plain Tensor.
@@ -327,6 +330,8 @@ def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
     Args:
         tensor: this rank's part, in any shape of as many elements.
         layout: how ranks split the tensor.
+        made: meshes of earlier tensors by device and axes, which tensors split alike share. A new
+            mesh is added; torch takes milliseconds to make one.
     """
     local = tensor.view(layout.local(mesh.tp))
     axes: dict[int, Axis] = {}
@@ -340,21 +345,37 @@ def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
     assert mesh.device_mesh is not None, "ranks that are threads cannot save"
     dims = [*axes]
     if shared:
+        dims = [*layout.splits] * 2
+    # On the tensor's own device: the state that ZeRO-1 splits lies on the host. A DTensor copies a
+    # tensor of another device, and a load would fill the copy alone.
+    kind = local.device.type
+    key = (kind, shared, *(layout.splits[dim] for dim in axes))
+    if key not in made:
+        made[key] = _mesh_over(list(axes.values()), shared, mesh, kind)
+    return DTensor.from_local(local, made[key], [Shard(dim) for dim in dims], run_check=False)
+
+
+def _mesh_over(axes: list[Axis], shared: bool, mesh: ProcessMesh, kind: str) -> DeviceMesh:
+    """Return the mesh of the ranks that split a tensor.
+
+    Args:
+        axes: the axes of several ranks that split it.
+        shared: whether pipeline ranks split it too.
+        kind: the type of the tensor's device.
+    """
+    assert mesh.device_mesh is not None
+    if shared:
         # A part of the vocabulary is split over pipeline ranks, and again over tensor parallelism.
         both = mesh.device_mesh["pp", "tp"]
         groups = both.get_all_groups()
         ranks = both.mesh
-        dims = [*layout.splits] * 2
     else:
-        groups = [axis.group for axis in axes.values() if axis.group is not None]
+        groups = [axis.group for axis in axes if axis.group is not None]
         # Two axes split an expert's tensor alone, and the ranks of its grid have both.
-        of_ranks = axes[dims[0]].ranks if len(axes) == 1 else mesh.experts.ranks
-        ranks = torch.tensor(of_ranks).view([axis.size for axis in axes.values()])
-    # On the tensor's own device: the state that ZeRO-1 splits lies on the host. A DTensor copies a
-    # tensor of another device, and a load would fill the copy alone.
+        of_ranks = axes[0].ranks if len(axes) == 1 else mesh.experts.ranks
+        ranks = torch.tensor(of_ranks).view([axis.size for axis in axes])
     names = tuple(map(str, range(len(groups))))
-    of_axes = DeviceMesh.from_group(groups, local.device.type, ranks, mesh_dim_names=names)
-    return DTensor.from_local(local, of_axes, [Shard(dim) for dim in dims], run_check=False)
+    return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=names)
 
 
 def _of_twin(layout: Layout, mesh: ProcessMesh) -> bool:

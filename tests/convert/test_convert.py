@@ -86,9 +86,7 @@ def train(root: Path, model: ModelConfig, out: Path) -> Path:
         model=model,
         batch=BatchConfig(micro_batch_size=2, seq_length=16, train_iters=3),
         optimizer=OptimizerConfig(lr=1e-2),
-        data=DataConfig(
-            mock_data=True, tokenizer_type="NullTokenizer", vocab_size=101, num_workers=0, split="1,1,98"
-        ),
+        data=DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=101, num_workers=0, split="1,1,98"),
         checkpoint=CheckpointConfig(load=str(root), finetune=True, save=str(out), save_interval=3),
     )
     data = _datasets(replace(config, model=ModelConfig(), checkpoint=CheckpointConfig()))

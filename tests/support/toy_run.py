@@ -158,8 +158,8 @@ def reshard_on_a_gpu(before, after, root):
     """Reshard where meshes are of a CUDA device: what lies on the host is copied, as DTensor.from_local does."""
     placed, from_local = shards._placed, DTensor.from_local
 
-    def on_cuda(tensor, layout, mesh):
-        return placed(tensor, layout, replace(mesh, device=torch.device("cuda")))
+    def on_cuda(tensor, layout, mesh, made):
+        return placed(tensor, layout, replace(mesh, device=torch.device("cuda")), made)
 
     def copying(local, mesh, *args, **kwargs):
         on_host = copy(mesh)

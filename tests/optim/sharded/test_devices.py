@@ -44,7 +44,7 @@ mesh = build_mesh(grids, 0, gpu, group, of_torch)
 for layout in (Layout((8, 8), 0), Layout((8, 8), 1), Layout((8, 8), 0, part=(0, 2))):
     for device in ("cpu", "cuda"):
         held = torch.zeros(layout.local(mesh.tp), device=device)
-        shards._placed(held, layout, mesh).to_local().fill_(7)
+        shards._placed(held, layout, mesh, {}).to_local().fill_(7)
         print(*layout.local(mesh.tp), held.device.type, held.sum().item() / held.numel())
 """
 
