@@ -330,8 +330,8 @@ def _placed(
     Args:
         tensor: this rank's part, in any shape of as many elements.
         layout: how ranks split the tensor.
-        made: meshes of earlier tensors by device and axes, which tensors split alike share. A new
-            mesh is added; torch takes milliseconds to make one.
+        made: {device, axes: mesh} of earlier tensors, to which a new mesh is added. Torch takes
+            two milliseconds for each.
     """
     local = tensor.view(layout.local(mesh.tp))
     axes: dict[int, Axis] = {}
