@@ -135,7 +135,7 @@ def said() -> dict[str, str]:
     whose blocks nobody has used before.
     """
     programs = {"look ups": LOOK_UPS, "memory": MEMORY, "program": PROGRAM, "locks": LOCKS, "lengths": LENGTHS}
-    programs |= {"failed": FAILED, "in turn": IN_TURN, "backward": BACKWARD}
+    programs |= {"failed": FAILED, "in turn": IN_TURN, "backward": BACKWARD, "noise": NOISE}
     texts = run("-c", "\nprint('----')\n".join(programs.values())).split("----\n")
     return dict(zip(programs, texts, strict=True))
 
@@ -155,6 +155,34 @@ def test_an_emulated_device_refuses_what_a_gpu_would_and_nothing_else(said: dict
         "a number of the host: nothing",
         "new memory: nothing",
         "memory given back: nothing",
+    ]
+
+
+NOISE = """
+import tools.proofs.gpu.emulated
+import torch
+from tools.proofs.equivalence_case import Case
+from tools.proofs.gpu.emulated.check import judged, on_devices, without_noise
+
+torch.set_num_threads(1)
+case = Case("1f1b", 2, 1, (1, 1), style="gemma4", documents="both", window=0)
+ranks, _ = on_devices(case)
+query = ranks[1].weights["decoder.layers.1.self_attention.linear_qkv.weight"].tensor.view(-1)
+for wrong in (0.0, 1e-13, 1e-10):
+    query[0] += wrong
+    differ = judged(case, ranks)
+    left = without_noise(case, ranks, differ, late=True, timeout_s=60)
+    query[0] -= wrong
+    print(len(differ), *(text.partition(": weights")[0] for text in left), sep="; ")
+"""
+
+
+def test_noise_of_adam_hides_no_weight_that_was_wrong_once_or_has_other_bits(said: dict[str, str]) -> None:
+    """Queries of a window of 0 have no gradient. One weight is right, then off as little as rounding, then by more."""
+    assert said["noise"].splitlines() == [
+        "2",
+        "3; one device: rank 1",
+        "3; one device: rank 1; a CPU: rank 1",
     ]
 
 
