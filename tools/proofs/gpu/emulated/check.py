@@ -128,7 +128,9 @@ def without_noise(
         # Nothing is rounded otherwise where one device has the same bits.
         if which is None or (which[0] == "one device" and case.same_bits):
             left.append(said)
-        elif not is_noise(case, which[2], which[1], runs, recorded(case.whole, which[0])):
+            continue
+        one = recorded(case.whole, which[0])
+        if not is_noise(case, which[2], which[1], runs, one):
             left.append(said)
     return left
 
