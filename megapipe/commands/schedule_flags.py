@@ -93,6 +93,8 @@ _MEMORY = (
     "need)"
 )
 _PAIRS = "run passes together so that the communication of one hides"
+# `megapipe compare` calls them so.
+_ALSO = {"--only": ("--schedules",)}
 _WRITTEN = "write {} instead of drawing; without FILE it alone is printed"
 
 TABLE = (
@@ -354,7 +356,8 @@ def _fill(parser: argparse.ArgumentParser, command: str) -> None:
         if one.read:
             kind = {"type": one.value, "metavar": one.shown}
         if command in one.of:
-            parser.add_argument(one.name, help=one.help, **kind, **one.more)
+            names = (one.name, *_ALSO.get(one.name, ()))
+            parser.add_argument(*names, help=one.help, **kind, **one.more)
         elif command == COMPARE and one.name.startswith("--") and one.name not in own:
             words = one.more.get("nargs") if one.read else 0
             parser.add_argument(one.name, nargs=words, action=_OfShow, help=argparse.SUPPRESS)

@@ -30,6 +30,15 @@ from megapipe.flags.stop import stop as stop
 from megapipe.schedule import SCHEDULES
 
 T = TypeVar("T")
+_AXES = {
+    "--tp": "--tensor-model-parallel-size",
+    "--cp": "--context-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--ep": "--expert-model-parallel-size",
+    "--etp": "--expert-tensor-parallel-size",
+    "--micro": "--micro-batch-size",
+}
+"""The short names that a search has for its axes, and the flags of a run."""
 # Not every dash: -1 and -.5 are values.
 _FLAG = re.compile(r"--|-[A-Za-z]")
 # A flag in the text of an error.
@@ -343,6 +352,8 @@ def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -
     if name in known or name in OF_PLAN:
         return value_problem(name, values) if name in NOOP_FLAGS else refusal(name)
     like = name if name.startswith("--") else f"-{name}"
+    if name in _AXES:
+        return f"unknown flag {name}; did you mean {_AXES[name]}?"
     # 0.75 finds a lost or doubled letter, and not another flag that begins in the same way.
     near = difflib.get_close_matches(like, {*ours, *known}, n=1, cutoff=0.75)
     if not near:

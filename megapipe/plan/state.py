@@ -128,9 +128,11 @@ def refuse_too_much(plan: Plan, config: Config, device: float = 0.0) -> None:
         return
     state = plan.state_bytes[rank]
     also = "".join(f" and {one.holds}" for one in plan.own.values() if one.holds)
-    look = ""
+    others = ["a schedule that holds less (v-min)"]
+    if config.model.recompute_granularity != "full":
+        others.append("--recompute-granularity full")
     if plan.before is None:
-        look = f", or {LAYOUT} auto, which looks for a split that fits"
+        others.append(f"{LAYOUT} auto, which looks for a split that fits")
     enough = need / GIB * 1.01
     remedy = f"Use --memory-limit-gib {enough:.3g}, a larger "
     # A limit above the memory of the device would be no remedy.
@@ -142,6 +144,6 @@ def refuse_too_much(plan: Plan, config: Config, device: float = 0.0) -> None:
         f"predicted to need, {need / GIB:.3g} GiB: {state / GIB:.3g} for parameters, gradients "
         f"and optimizer, {(need - state) / GIB:.3g} for activations{also}.\n"
         f"      {remedy}"
-        "--pipeline-model-parallel-size or --tensor-model-parallel-size, a schedule that holds "
-        f"less (v-min){look}."
+        "--pipeline-model-parallel-size or --tensor-model-parallel-size, "
+        f"{', '.join(others[:-1])}{' or ' * (len(others) > 1)}{others[-1]}."
     )

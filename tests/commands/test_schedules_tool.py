@@ -234,7 +234,7 @@ def test_a_search_prints_its_bound_and_keeps_to_the_memory():
 
 
 def test_compare_takes_several_points_and_curves_need_a_file(tmp_path):
-    done = tool("compare", "--pp", "2", "4", "--microbatches", "4", "--only", "zb-h1", "--csv", tmp_path / "a.csv")
+    done = tool("compare", "--pp", "2", "4", "--microbatches", "4", "--schedules", "zb-h1", "--csv", tmp_path / "a.csv")
     heads = [line for line in done.stdout.splitlines() if line.startswith("p = ")]
     assert heads == [f"p = {p}, m = 4, F:B:W = 1:1:1" for p in (2, 4)]
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 5

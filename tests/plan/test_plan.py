@@ -146,8 +146,11 @@ def test_the_search_of_a_run_keeps_its_memory_limit():
     kept = make_plan(wide(f"--pipeline-schedule zb-auto --memory-limit-gib {limit}", 4096))
     assert max(kept.peak_bytes) <= limit * GIB < max(free.peak_bytes)
     assert free.timeline.makespan < kept.timeline.makespan <= lean.timeline.makespan
-    with pytest.raises(ConfigError, match=r"--memory-limit-gib 0.01 is less than pipeline rank .*\n +Use --memory-li"):
+    with pytest.raises(
+        ConfigError, match=r"--memory-limit-gib 0.01 is less than pipeline rank .*\n +Use --memory-li"
+    ) as it:
         make_plan(wide("--pipeline-schedule zb-auto --memory-limit-gib 0.01", 4096))
+    assert "a schedule that holds less (v-min), --recompute-granularity full or " in str(it.value)
 
 
 def test_an_automatic_split_keeps_the_memory_limit():
