@@ -16,6 +16,7 @@ from megapipe.plan import make_plan
 from megapipe.plan.seconds.device import Device, device_of, load_device
 from megapipe.plan.seconds.page import digest, numbers
 from megapipe.plan.seconds.step import timed
+from megapipe.schedule import SCHEDULES
 from megapipe.training.check import check
 
 MODEL = (
@@ -74,6 +75,28 @@ def test_the_parts_of_a_step_add_up_to_it(flags):
     found = predicted(flags, 4, Device(flops=1e12, inside=1e9, outside=1e9, overhead=1e-5))
     assert sum(found["shares"].values()) == pytest.approx(1, abs=2e-3)  # parts below 0.05% are left out
     assert all(share > 0 for share in found["shares"].values())
+
+
+ASKED = [name for name, entry in SCHEDULES.items() if not entry.searched]
+
+
+@pytest.mark.parametrize("vocabulary", ["", "--vocab-parallel-pipeline"])
+@pytest.mark.parametrize("schedule", ASKED)
+def test_the_model_takes_three_forwards_of_a_step_whatever_recomputes_them(schedule, vocabulary):
+    """With a shared vocabulary the head's own work was taken from the recomputation's."""
+    chunks = "" if SCHEDULES[schedule].chunks else "--num-virtual-stages-per-pipeline-rank 2"
+    device = Device(flops=1e10, peak=1e10, inside=1e9, outside=1e9, overhead=1e-5)
+    found = predicted(
+        f"--num-layers 8 --pipeline-model-parallel-size 4 --pipeline-schedule {schedule} {chunks} {vocabulary} "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        4,
+        device,
+    )
+    assert sum(found["shares"].values()) == pytest.approx(1, abs=2e-3)
+    assert found["shares"]["model"] == pytest.approx(found["mfu"])
+    tokens, h, s = 32 * 64, 64, 64
+    again = tokens * 8 * (2 * 12 * h * h + 2 * s * h) / 4 / 1e10
+    assert found["shares"]["recomputation"] * found["seconds"] == pytest.approx(again)
 
 
 def test_the_bubble_is_split_into_messages_unequal_stages_and_warm_up():

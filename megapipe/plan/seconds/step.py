@@ -214,7 +214,10 @@ def _busy(clock: SimulatedTimes) -> float:
 def _least(config: Config, plan: Plan, device: Device) -> float:
     """Return the seconds of F, B and W of one microbatch on all stages, without recomputation."""
     model = replace(config.model, recompute_granularity=None, recompute_activations=False)
-    pieces = plan.pieces if model == config.model else pieces_of(config, model)
+    pieces = plan.pieces
+    if model != config.model:
+        # Ranks that share the vocabulary have its work in other passes than F, B and W.
+        pieces = replace(pieces_of(config, model), shares=pieces.shares)
     return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
 
 
