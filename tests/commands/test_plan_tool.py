@@ -369,8 +369,29 @@ def test_a_named_device_has_its_own_memory(device, gib, capsys):
     assert ("does not fit" in said) == (gib < 80)
     with pytest.raises(ConfigError, match=f"--rates {device}-2 is neither a device that is known by name"):
         command("plan")([*line, "--rates", f"{device}-2"])
-    with pytest.raises(ConfigError, match="--reserved-gib 1 is of --memory-gib"):
-        command("plan")([*line, "--rates", "a100", "--reserved-gib", "1"])  # of 40 GiB, or of 80
+
+
+@pytest.mark.parametrize(
+    "own", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+)
+def test_a_plan_without_rates_has_an_h100s_seconds_and_its_memory(own, tmp_path, capsys):
+    """Speeds were an H100's, but no memory was known: changes that need more of it were left out without a word."""
+    rates = tmp_path / "rates.json"
+    rates.write_text('{"outside": 4e10}')
+    line = DENSE.replace("--rates h100", "").replace("--memory-gib 80", "").split()
+    line += ["--pipeline-model-parallel-size", "4", "--use-distributed-optimizer", *own.split()]
+    found = []
+    for device in ("", "--rates h100", f"--rates {rates}"):
+        command("plan")([*line, *device.split()])
+        said = capsys.readouterr().out
+        found.append((re.findall("^one change.*", said, re.MULTILINE), re.findall(r"fits with \S+ to spare", said)))
+        assert ("assumed: 80 GiB a device; peak" in said) == (device != "--rates h100")
+        assert (f"not known ({rates}, with an H100's flops, peak, inside): 80 GiB are" in said) == ("json" in device)
+    assert found[0] == found[1] == found[2]
+    assert all(map(len, found[0]))
+    # The part of an assumed memory that stays free may be given.
+    command("plan")([*line, "--reserved-gib", "79.9"])
+    assert "of the 79.9 reserved" in capsys.readouterr().out
 
 
 def test_a_plan_whose_experts_exchange_tokens_between_nodes_is_no_sure_one(capsys):
@@ -465,7 +486,7 @@ def test_a_memory_that_is_not_of_the_device_whose_speeds_count_is_named():
     assert other_device(24, DEVICES["rtx4090"]) == other_device(24, DEVICES["a100"]) == []
     # A100s have 40 or 80, and nobody is asked about an H100.
     (line,) = other_device(None, DEVICES["a100"])
-    assert line.endswith("--search assumes 80 GiB, and --memory-gib says another")
+    assert line.endswith("80 GiB are assumed, and --memory-gib says another")
     assert other_device(None, Device()) == []
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import inf
 from typing import Any
 
 from megapipe.checks.inputs import answer, ask
@@ -123,11 +122,10 @@ def main(argv: Sequence[str]) -> None:
         plan = make_plan(config)
     # A user who wants another layout pastes this flag and changes it.
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
-    verdict = ""
-    machine = None
-    if flags.memory_gib is not None or _known(config).capacity:
-        machine = flags.machine(device, config.world_size)
-        verdict = f"a device has {machine}\n{machine.fits(plan, config)}"
+    machine = flags.machine(device, config.world_size)
+    verdict = f"a device has {machine}\n{machine.fits(plan, config)}"
+    if flags.memory_gib is None and not _known(config).capacity:
+        verdict = machine.assumed(plan, config)
     with goes_on("trying changes of one flag"):
         changed = one_change_of(plan, config, device, machine)
     text = [
@@ -140,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
         *link,
         *other_device(flags.memory_gib, device),
         verdict,
-        load_line(plan, config, inf if machine is None else machine.limit),
+        load_line(plan, config, machine.limit),
         crossing_line(config, device),
         *changed,
         *unknown,
@@ -198,8 +196,7 @@ def _wrong(flags: Flags, config: Config) -> Iterator[str]:
     Args:
         config: the run's flags.
     """
-    device = _known(config)
-    yield from flags.wrong_sizes(device)
+    yield from flags.wrong_sizes(_known(config))
     if flags.search:
         for name in ("parts", "costs", "save_costs", "save_schedule"):
             if getattr(flags, name):
@@ -215,21 +212,15 @@ def _wrong(flags: Flags, config: Config) -> Iterator[str]:
             if not word.isdecimal() and word not in (YOURS, TAKE):
                 yield f"--why {word}: give a number of the list, {YOURS} or {TAKE}."
         return
-    names = ["fix", "among", "without", "why", "search_jobs", "search_seconds"]
-    if flags.memory_gib is None and not device.capacity:
-        names += ["reserved_gib", "host_memory_gib"]
-    for name in names:
+    for name in ("fix", "among", "without", "why", "search_jobs", "search_seconds"):
         value = getattr(flags, name)
         if value != getattr(Flags, name):
-            of = "--search"
             if isinstance(value, tuple):
                 value = " ".join(value)
             elif isinstance(value, float):
                 value = f"{value:g}"
-                if name != "search_seconds":
-                    of = "--memory-gib"
             flag = f"--{name.replace('_', '-')}"
-            yield f"{flag} {value} is of {of}. Add that, or leave it out."
+            yield f"{flag} {value} is of --search. Add that, or leave it out."
 
 
 def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:

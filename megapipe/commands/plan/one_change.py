@@ -33,8 +33,6 @@ _MOST = 4
 """Changes that are printed."""
 _LEAST_GAIN = 0.01
 """The least gain, as a fraction of the step, of a change that is printed."""
-_MORE = 1.2
-"""Factor by which a change may raise the peak if the memory of a device is not known."""
 _HIDES = frozenset({*OVERLAP, "tp_comm_overlap"})
 """Fields that hide communication under passes."""
 _PASSES = 4096
@@ -141,20 +139,17 @@ def _is_taken_back(value: object) -> bool:
     return value is None or value is False or isinstance(value, tuple)
 
 
-def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine | None) -> list[str]:
+def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine) -> list[str]:
     """Return the lines of `one_change` for a plan.
 
     The list is empty if --pipeline-costs gave the times, which are no seconds.
 
     Args:
-        machine: the memory of a device and of a host; None if unknown: changes may then need little
-            more than the plan.
+        machine: the memory of a device and of a host.
     """
     if plan.given is not None:
         return []
     mine = replace(timed(plan, config, device), peak=max(plan.peak_bytes))
-    if machine is None:
-        machine = Machine(_MORE * mine.peak)
     return one_change(mine, device, machine)
 
 

@@ -20,7 +20,7 @@ from megapipe.plan.seconds.step import TimedPlan
 from megapipe.plan.table import checkpoint_bytes, fits, waiting_bytes
 
 MEMORY = 80.0
-"""GiB of a device for --search, if --rates does not know the memory of its device."""
+"""GiB of a device, an H100's, if --rates does not know the memory of its device."""
 RESERVED = (
     f"reserved: {FREE:.0%} of a device or --reserved-gib, for CUDA, NCCL's buffers, workspaces and "
     "fragments"
@@ -46,7 +46,7 @@ NO_HOST = "without room on the host to start, or for a save and copied activatio
 class Machine:
     """The memory of a device and of its node's host.
 
-    `refuses` judges a plan, and `fits` does so in words.
+    `refuses` judges a plan. `fits` does so in words, and `assumed` for a memory that nobody gave.
 
     Attributes:
         device: bytes of a device.
@@ -80,6 +80,14 @@ class Machine:
         of_device = fits(plan, self.device, self.reserved)
         return f"{of_device}; {self._on_host(plan, config)}"
 
+    def assumed(self, plan: Plan, config: Config) -> str:
+        """Return `fits` for an assumed memory, without the host where it has room."""
+        of_device = fits(plan, self.device, self.reserved)
+        text = f"assumed: {self.device / GIB:g} GiB a device; {of_device}"
+        if self.refuses(plan, config):
+            text += f"; {self._on_host(plan, config)}"
+        return text
+
     def _on_host(self, plan: Plan, config: Config) -> str:
         need = host_of(plan, config)
         ranks = "1 rank needs" if self.ranks == 1 else f"{self.ranks} ranks need"
@@ -109,8 +117,8 @@ def other_device(memory_gib: float | None, device: Device) -> list[str]:
     known = device.capacity / GIB
     if memory_gib is None and not known and device != Device():
         return [
-            f"the memory of a device is not known ({device.source}): --search assumes {MEMORY:g} "
-            "GiB, and --memory-gib says another"
+            f"the memory of a device is not known ({device.source}): {MEMORY:g} GiB are assumed, "
+            "and --memory-gib says another"
         ]
     if memory_gib is None or not known or 0.9 * known <= memory_gib <= known:
         return []
@@ -128,7 +136,7 @@ class MemoryFlags:
 
     memory_gib: float | None = None
     """Memory of a device, to say what fits. Default: the memory of the device that --rates names;
-    80 for --search where that is not known."""
+    80 where that is not known."""
     reserved_gib: float | None = None
     """Memory of a device that plans leave free for what they do not count: CUDA's context, NCCL's
     buffers, workspaces, fragments. Default: a tenth of --memory-gib."""
