@@ -327,6 +327,18 @@ def test_where_nothing_fits_the_nearest_plan_has_the_layers_with_which_it_needs_
     assert set(found.nearest.plan.counts) != {2}
 
 
+@pytest.mark.parametrize("layers", [7, 12])
+def test_where_no_sharded_plan_fits_a_device_with_a_little_less_than_the_nearest_has_no_plan(layers):
+    """A plan was said to miss by 46 GiB, that missed by one: each layer's weights may be gathered alone."""
+    own = f"--num-layers {layers} --hidden-size 128 --use-megatron-fsdp --micro-batch-size 1 --global-batch-size 8"
+    axes = {"pp": "1", "tp": "1", "cp": "1", "sharding": "yes"}
+    nearest = found_by(own, 4, 0.0005 * GIB, SLOW, "moves", **axes).nearest
+    assert nearest is not None
+    assert nearest.plan.schedule.placement.num_stages == layers
+    assert found_by(own, 4, 1.01 * nearest.peak, SLOW, **axes).best
+    assert not found_by(own, 4, 0.95 * nearest.peak, SLOW, "moves", **axes).best
+
+
 def test_a_candidate_without_a_table_does_not_say_for_those_alike_that_ranks_have_equal_work():
     cell = parse(Config, [*MODEL.split(), "--global-batch-size", "8", "--pipeline-model-parallel-size", "2"])
     few = CandidatePlan(1.0, 1.0, 0, "dualpipe-v", None)

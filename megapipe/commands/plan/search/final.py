@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
+from math import sqrt
 
 from megapipe.commands.plan.search.listed.cells import under
 from megapipe.config import Config
-from megapipe.errors import ScheduleError
+from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
 from megapipe.plan import GIB, pieces_of, plan_of
 from megapipe.plan.seconds.device import Device
@@ -16,8 +19,12 @@ from megapipe.schedule import SCHEDULES
 
 SEARCHES = next(name for name, entry in SCHEDULES.items() if entry.searched)
 """The schedule that is searched for."""
+Units = Collection[tuple[str, int | None]]
+"""Schedules, each with its number of stages on a rank."""
 _TRIES = 12
 """Limits that are tried until a plan fits."""
+_HALVES = 6
+"""Bisections for the least limit that a plan keeps."""
 
 
 def as_run(config: Config, device: Device, memory: float, *, moves: bool) -> TimedPlan:
@@ -51,6 +58,52 @@ def of_run(config: Config, device: Device) -> TimedPlan:
     config = launched(config)
     plan = plan_of(config, pieces_of(config, config.model), recomputes=True)
     return replace(timed(plan, config, device), peak=max(plan.peak_bytes))
+
+
+def leanest(config: Config, names: Units, device: Device, memory: float) -> TimedPlan:
+    """Return the plan of a run with these flags that needs least memory, if none fits.
+
+    Of sharded weights the finest stages are tried too: a search judges no stages where the state
+    alone needs more than a device has.
+
+    Args:
+        names: (schedule, stages on each rank) that the user's restrictions leave.
+        memory: bytes of a device, too few for the plan.
+    Raises: ConfigError, ScheduleError if there is no plan.
+    """
+    best = of_run(config, device)
+    if not config.parallel.use_megatron_fsdp:
+        return best
+    # The last of each schedule has most stages.
+    finest = [under(config, *unit) for unit in dict(names).items()]
+    for one in dict.fromkeys([config, *finest]):
+        with suppress(ConfigError, ScheduleError):
+            best = min(best, _limited_most(one, device, memory), key=lambda x: x.peak)
+    return best
+
+
+def _limited_most(config: Config, device: Device, memory: float) -> TimedPlan:
+    """Return the plan under the least limit that a run with sharded weights keeps, by bisection.
+
+    Without a limit a run lets go of no weights that it has gathered.
+
+    Args:
+        memory: bytes of a device, too few for the plan.
+    Raises: ConfigError, ScheduleError if there is no plan.
+    """
+    best = of_run(config, device)
+    low = memory
+    for _ in range(_HALVES):
+        limit = round(sqrt(low * best.peak) / GIB, 3) * GIB
+        try:
+            made = of_run(knows_links(limited(config, limit), device), device)
+        except (ConfigError, ScheduleError):
+            made = best
+        if made.peak < best.peak:
+            best = made
+        else:
+            low = limit
+    return best
 
 
 def launched(config: Config) -> Config:

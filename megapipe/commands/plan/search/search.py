@@ -23,7 +23,7 @@ from math import inf
 from operator import attrgetter
 
 from megapipe.commands.plan.search.compared import leaves_schedules, plainer, simpler, without_waves
-from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run, of_run
+from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run, leanest
 from megapipe.commands.plan.search.first import first_that_fits, usual
 from megapipe.commands.plan.search.hiding import (
     HIDING,
@@ -223,7 +223,8 @@ def _finish(
     if not found.sketches and nearest is not None:
         with suppress(ConfigError, ScheduleError):
             if (config := screen.config_of(nearest)) is not None:
-                found.nearest = of_run(config, screen.device)
+                names = asked.schedules(schedules_of(screen.cells[nearest.cell]))
+                found.nearest = leanest(config, names, screen.device, screen.machine.limit)
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
     own = screen.own.vocab_parallel_pipeline

@@ -163,8 +163,7 @@ def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
         names = UNITS
         if ranks > 1:
             names = UNITS_OF_RANKS
-        counts = [n for n in _UNITS if cell.model.layers % (ranks * n) == 0]
-        return [(name, n) for name in names for n in counts]
+        return [(name, n) for name in names for n in _units(cell.model.layers, ranks)]
     found: list[tuple[str, int | None]] = []
     # On one rank there is no bubble, and every schedule takes the same time, unless stages reduce
     # and gather while others compute.
@@ -182,6 +181,19 @@ def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
         else:
             found += [(name, chunks) for chunks in _CHUNKS]
     return found
+
+
+def _units(layers: int, ranks: int) -> list[int]:
+    """Return the numbers of stages on each rank to try with sharded weights, ascending.
+
+    The last is the largest one up to the last of _UNITS, such as 28 for as many layers on a rank.
+
+    Args:
+        layers: the number of layers of the model.
+        ranks: the number of pipeline ranks.
+    """
+    fine = [n for n in range(2, _UNITS[-1] + 1) if layers % (ranks * n) == 0]
+    return [n for n in fine if n in _UNITS or n == fine[-1]]
 
 
 def is_movable(cell: Config) -> bool:
