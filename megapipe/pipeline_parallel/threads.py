@@ -107,9 +107,10 @@ def run_on(
     world = sizes.tensor_model_parallel_size * sizes.context_parallel_size * stages * dp
     grids = Grids.of(sizes, world)
     store = HashStore()
-    # Each device of gloo has a thread that wakes 100 times a second, so all groups share one.
+    # Each device of gloo has a thread that wakes 100 times a second, so all groups share one. It is
+    # on loopback: the default device is at the address of the machine's name, if it has one.
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_default_device()]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._threads = 2
     options._timeout = timedelta(seconds=timeout_s)
     results: list[T | None] = [None] * world
