@@ -30,7 +30,7 @@ def trained(extra: Tensor, wrong: float = 0.0) -> Run:
 
 
 NOTHING = torch.zeros(4, dtype=torch.float64)
-ROUNDING = torch.tensor([1e-17, 3e-17, 0.0, -2e-17], dtype=torch.float64)
+ROUNDING = torch.tensor([1e-17, 3e-17, -3e-17, -2e-17], dtype=torch.float64)
 
 
 def test_what_adam_makes_of_rounding_is_noise() -> None:
