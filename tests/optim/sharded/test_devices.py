@@ -41,10 +41,11 @@ def group(name, sets):
     return of_torch.get_group(name) if name in ("pp", "tp") else dist.group.WORLD
 
 mesh = build_mesh(grids, 0, gpu, group, of_torch)
+made = {}
 for layout in (Layout((8, 8), 0), Layout((8, 8), 1), Layout((8, 8), 0, part=(0, 2))):
     for device in ("cpu", "cuda"):
         held = torch.zeros(layout.local(mesh.tp), device=device)
-        shards._placed(held, layout, mesh, {}).to_local().fill_(7)
+        shards._placed(held, layout, mesh, made).to_local().fill_(7)
         print(*layout.local(mesh.tp), held.device.type, held.sum().item() / held.numel())
 """
 
