@@ -46,8 +46,8 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
     Args:
         given: the parsed JSON.
         path: the file, for errors.
-    Raises: ScheduleError for a field that costs do not have, for a wrong value, or if f, b and w
-        are all 0.
+    Raises: ScheduleError for a field that costs do not have, for a wrong value, for a head that
+        takes longer than its stage, or if f, b and w are all 0.
     """
     if not isinstance(given, dict):
         raise ScheduleError(
@@ -63,6 +63,13 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
         costs = Costs(**values)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
+    for name, part in zip(("f", "b", "w"), HEAD, strict=True):
+        whole = getattr(costs, name)
+        head = getattr(costs, part) or 0.0
+        if isinstance(whole, tuple) and head > whole[-1]:
+            raise ScheduleError(
+                f"{path}: {part} is a part of the last stage's {name}, {whole[-1]:g}, got {head:g}."
+            )
     if not any((*_numbers(costs.f), *_numbers(costs.b), *_numbers(costs.w))):
         raise ScheduleError(
             f"{path}: f, b and w are all 0, and no step can be predicted of that. Give one a time."

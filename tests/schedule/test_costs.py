@@ -89,6 +89,13 @@ def test_a_number_that_no_time_reaches_is_refused(number) -> None:
         read_costs({"f": number})
 
 
+def test_a_head_is_no_longer_than_its_stage() -> None:
+    """Two of three rows of a comparison said "Costs.f must be a number from 0 to 1e+100, got -4194304.0."."""
+    assert read_costs({"f": [3, 5], "head_f": 5}).head_f == 5
+    with pytest.raises(ScheduleError, match=r"^costs.json: head_f is a part of the last stage's f, 5, got 6\.$"):
+        read_costs({"f": [3, 5], "head_f": 6})
+
+
 def _together(costs: Costs, one: Kind, two: Kind) -> float:
     return costs.of_step((Pass(one, 0, 0), Pass(two, 0, 1)), loop(1))
 
