@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.plan import Plan, make_plan
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.page import LATE, numbers, page
+from megapipe.plan.seconds.page import LATE, digest, numbers, page
 from megapipe.plan.seconds.step import in_seconds, timed
 
 FREE = Device(flops=1e11, inside=1e30, outside=1e30, latency=0.0, overhead=0.0, memory=0.0, node=2)
@@ -24,11 +25,11 @@ def planned(flags: str, ranks: int = 4) -> tuple[Config, Plan]:
     return config, make_plan(config)
 
 
-def by_hand(plan: Plan, update: float = 0.0, steps: int = 6) -> float:
+def by_hand(plan: Plan, updates: Sequence[float] = (0.0,) * 4, steps: int = 6) -> float:
     """Return the seconds between the ends of two late steps, each rank's row following itself without a barrier.
 
     Args:
-        update: seconds that each rank adds at the end of its row.
+        updates: seconds that each rank adds at the end of its row.
     """
     costs = in_seconds(plan, parse(Config, MODEL.split()), FREE)
     place = plan.schedule.placement
@@ -61,7 +62,7 @@ def by_hand(plan: Plan, update: float = 0.0, steps: int = 6) -> float:
                     row.pop(0)
             assert sum(map(len, todo)) < before
         ends.append(max(free))
-        free = [x + update for x in free]
+        free = [x + added for x, added in zip(free, updates, strict=True)]
     return ends[-1] - ends[-2]
 
 
@@ -78,7 +79,9 @@ def test_without_a_barrier_a_step_takes_the_time_to_the_end_of_the_next_one(sche
     assert (late.step < 0.95 * with_barrier.step) == gains
     assert sum(numbers(late, FREE)["shares"].values()) == pytest.approx(1, abs=2e-3)
     assert LATE in page(plan, config, FREE)
-    assert LATE not in page(plan, replace(config, parallel=with_barrier.config.parallel), FREE)
+    waits = replace(config, parallel=with_barrier.config.parallel)
+    assert LATE not in page(plan, waits, FREE)
+    assert digest(plan, waits) != digest(plan, config)
 
 
 def test_each_rank_updates_before_its_next_step():
@@ -88,13 +91,32 @@ def test_each_rank_updates_before_its_next_step():
     late = timed(plan, config, slow)
     assert late.parts["update"] > 0.02 * late.step
     # The slowest rank decides, as all have equal work.
-    assert late.step == pytest.approx(by_hand(plan, late.parts["update"]), rel=0.02)
+    assert late.step == pytest.approx(by_hand(plan, [late.parts["update"]] * 4), rel=0.02)
 
 
-def test_sums_over_data_parallel_ranks_delay_no_other_rank():
-    flags = f"--pipeline-schedule zb-h2 --use-distributed-optimizer {FLAG}"
-    config, plan = planned(flags, 8)
+@pytest.mark.parametrize(("flag", "size"), [("", 8), ("--use-distributed-optimizer", 6)])
+def test_each_rank_sums_its_gradients_before_its_next_step(flag, size):
+    """Of two replicas each sends half: gradients of 4 bytes twice, or once and weights of 2 bytes."""
+    config, plan = planned(f"--pipeline-schedule zb-h2 {flag} {FLAG}", 8)
     slow = replace(FREE, outside=1e8, inside=1e8)
     late = timed(plan, config, slow)
-    assert late.parts["gradient sums"] > 0
+    sums = [size / 2 * work.parameters / 1e8 for work in plan.works]
+    assert late.parts["gradient sums"] == pytest.approx(by_hand(plan, sums) - by_hand(plan))
     assert sum(numbers(late, slow)["shares"].values()) == pytest.approx(1, abs=2e-3)
+    # Buckets that begin within the last pass take less, and gathers as long wherever they are.
+    zero = "--pipeline-schedule zb-h2 --use-distributed-optimizer --overlap-grad-reduce --ddp-num-buckets 4 "
+    hidden, gathered = (
+        timed(*planned(f"{zero} {more} {FLAG}", 8)[::-1], slow).parts["gradient sums"]
+        for more in ("", "--overlap-param-gather")
+    )
+    most = 3 * plan.works[0].parameters / 1e8
+    assert 2 / 3 * most < hidden < 0.99 * most
+    assert gathered == pytest.approx(hidden)
+
+
+def test_two_copies_of_the_model_are_summed_before_the_next_step():
+    """Mirrored ranks send each of their two stages to each other, in float32."""
+    config, plan = planned(f"--pipeline-schedule dualpipe {FLAG}")
+    late = timed(plan, config, replace(FREE, outside=1e8, inside=1e8))
+    sums = [4 * (plan.works[stage].parameters + plan.works[3 - stage].parameters) / 1e8 for stage in range(4)]
+    assert min(sums) <= late.parts["gradient sums"] <= max(sums)
