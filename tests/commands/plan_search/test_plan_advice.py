@@ -13,7 +13,7 @@ from megapipe.commands.plan.main import main
 from megapipe.commands.plan.one_change import one_change
 from megapipe.commands.plan.pasted import changed
 from megapipe.commands.plan.search.final import of_run
-from megapipe.commands.plan.search.like_yours import narrowed
+from megapipe.commands.plan.search.like_yours import like_yours, narrowed
 from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions, asked_of
 from megapipe.commands.plan.search.listing import best_of
 from megapipe.commands.plan.search.report import UserPlan, report
@@ -69,6 +69,8 @@ def test_a_second_search_keeps_pp_schedule_stages_and_sharding():
     assert narrow.among == {axis: {x} for axis, x in (("pp", "2"), ("schedule", "interleaved"), ("sharding", "no"))}
     assert narrow.without == {"moves", "hiding"}
     assert narrow.schedules([("interleaved", 2), ("interleaved", 4), ("zb-v", None)]) == [("interleaved", 2)]
+    # A user whose own plan hides messages may have others that do.
+    assert narrowed(ANYTHING, own, hides=True).without == {"moves"}
     # Without a pipeline there is no schedule to keep.
     assert narrowed(ANYTHING, configured("")) is None
     assert narrowed(SearchRestrictions(narrow.among), own) is None
@@ -82,6 +84,16 @@ def test_a_second_search_keeps_pp_schedule_stages_and_sharding():
     # A search of minutes ended with the error of these stages, and without a page.
     uneven = "--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
     assert narrowed(ANYTHING, configured(f"{uneven} --pipeline-schedule interleaved")) is None
+
+
+def test_a_plan_of_your_pp_and_schedule_is_listed_if_it_is_faster_than_yours():
+    own = configured("--global-batch-size 4 --pipeline-model-parallel-size 2")
+    found = found_by("--global-batch-size 4", 2, pp="2", schedule="1f1b")
+    first = best_of(found)[0].plan
+    close, slow = (replace(first, step=ratio * first.step) for ratio in (1.04, 1.06))
+    assert like_yours(found, own, close, Machine(GIB), SLOW) is None
+    for yours in (slow, None):
+        assert like_yours(found, own, yours, Machine(GIB), SLOW) == first
 
 
 def test_a_plan_that_both_searches_have_made_is_listed_once():
