@@ -46,8 +46,8 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
     Args:
         given: the parsed JSON.
         path: the file, for errors.
-    Raises: ScheduleError for a field that costs do not have, for a wrong value, for a head that
-        takes longer than its stage, or if f, b and w are all 0.
+    Raises: ScheduleError for a field that costs do not have, or for a wrong value. ScheduleError if
+        f, b and w are all 0, or if a head takes longer than its stage.
     """
     if not isinstance(given, dict):
         raise ScheduleError(

@@ -2,8 +2,8 @@
 
 The command takes the flags of megapipe pretrain. With --search it looks for the best layout, micro
 batch, recomputation and schedule on --world-size devices (megapipe/commands/plan/search/). It then
-ignores the flags that name these, except those of slices, of a shared vocabulary and of overlapped
-data-parallel communication.
+ignores the flags that name these, except --pipeline-slices, --vocab-parallel-pipeline and flags
+that overlap data-parallel communication.
 """
 
 from __future__ import annotations
