@@ -61,7 +61,7 @@ read -r -d '' -a MODEL <<< "${MODEL:-
 
 COMMAND=("${LAUNCH[@]}" "$PROGRAM" "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0
   --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --bf16 --exit-signal-handler
-  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 4
+  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 40000000
   --log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10 "${TOKENS[@]}" "${FILES[@]}" "$@")
 printf '%q ' "${COMMAND[@]}"
 echo

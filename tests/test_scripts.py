@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from programs import ROOT, forked_python, run_ranks
 
+from megapipe.checks.run import flag_problems
 from megapipe.commands.plan import main as plan
 from megapipe.commands.plan.parts import parts
 from megapipe.commands.start import quickstart
@@ -264,6 +265,16 @@ def test_the_deepseek_script_trains_samples_and_tells_loads_and_costs(tmp_path, 
     assert "mtp_1 loss: " in output.split("== 5/5")[1]
     assert re.search(r"latent attention +4 ", output)
     assert re.search(r"router and experts +3 ", output)
+
+
+def test_a_job_takes_the_bucket_size_of_a_searched_plan(tmp_path):
+    """The script had --ddp-num-buckets, next to which a run refuses the --ddp-bucket-size of each such plan."""
+    env = {"ONLY": "python", "PROGRAM": "tools/plan.py", "MOCK": "1", "SAVE": "no"}
+    added = ["--world-size", "8", "--ddp-bucket-size", "30000000"]
+    ((_, *flags),) = commands_of("pretrain_gpt_slurm.sh", tmp_path, *added, **env)
+    _, config = parse_among(plan.Flags, flags)
+    assert config.parallel.ddp_bucket_size == 30_000_000
+    assert not [x for x in flag_problems(config) if "bucket" in x]
 
 
 def test_deepseek_v3_at_full_size_has_the_parameters_that_are_published(tmp_path):

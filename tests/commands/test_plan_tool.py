@@ -486,7 +486,7 @@ def test_a_memory_that_is_not_of_the_device_whose_speeds_count_is_named():
     assert other_device(24, DEVICES["rtx4090"]) == other_device(24, DEVICES["a100"]) == []
     # A100s have 40 or 80, and nobody is asked about an H100.
     (line,) = other_device(None, DEVICES["a100"])
-    assert line.endswith("80 GiB are assumed, and --memory-gib says another")
+    assert line.endswith("80 GiB are assumed, and --rates a100-40 or --rates a100-80 or --memory-gib says another")
     assert other_device(None, Device()) == []
 
 

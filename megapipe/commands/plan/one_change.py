@@ -67,6 +67,8 @@ def one_change(
     searched = entry is not None and entry.searched
     # The best change of each flag: {(name, hides): (seconds, text, bytes)}.
     found: dict[tuple[str, bool], tuple[float, str, float]] = {}
+    # What published runs say of changes that take the messages of experts into a node.
+    ranges: dict[str, str] = {}
     fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, config)
     for fields in _changes(config, None if fits else machine.limit):
         changed = config.with_fields(**fields)
@@ -84,12 +86,13 @@ def one_change(
                 else:
                     other = of_run(changed, device)
                 if other.peak <= machine.limit and not machine.refuses(other.plan, changed):
-                    text = f"{_said(fields, config)}: {other.step:.4g} s"
-                    text += _ranged(mine, other, device)
+                    text = _said(fields, config)
+                    ranges[text] = published_range(mine, other, device)
                     change = (other.step, text, other.peak)
                     key = (next(iter(fields)), hides_unmeasured(other))
                     found[key] = min(change, found.get(key, change))
     lines = []
+    within = []
     ranked = sorted((*change, unsure) for (_, unsure), change in found.items())
     for step, text, peak, unsure in ranked[:_MOST]:
         if not fits or step <= (1 - _LEAST_GAIN) * mine.step:
@@ -97,16 +100,15 @@ def one_change(
             if unsure:
                 gain += ", if messages hide under products as assumed, which no GPU has measured"
             does = "" if fits else " makes it fit"
-            lines.append(f"one change alone{does}: {text}, {gain}")
+            lines.append(f"one change alone{does}: {text}: {step:.4g} s, {gain}")
+            if ranges[text]:
+                times = ranges[text].removeprefix("; by the two published pairs ")
+                within.append(f"{times} as with {text}")
+    if within:
+        lines.append(f"by the two published pairs yours takes {', '.join(within)}")
     if not fits and not lines:
         lines.append("no change of one flag alone makes it fit: --search changes several")
     return lines
-
-
-def _ranged(mine: TimedPlan, other: TimedPlan, device: Device) -> str:
-    """Return the range of a gain that rests on messages of experts between nodes; "" else."""
-    found = published_range(mine, other, device)
-    return found and f" (yours{found.removeprefix(';')})"
 
 
 def _said(fields: dict[str, Any], config: Config) -> str:

@@ -270,7 +270,7 @@ def searched(
         wrong = ConfigError(problems) if problems else None
     # A terminal shows the end of a long page.
     if advice is not None:
-        text += advice.lines(machine)
+        text += advice.lines(machine, device)
     return "\n".join(text), numbers, wrong
 
 

@@ -116,9 +116,11 @@ def other_device(memory_gib: float | None, device: Device) -> list[str]:
     """
     known = device.capacity / GIB
     if memory_gib is None and not known and device != Device():
+        alike = [name for name, x in DEVICES.items() if x.capacity and x.source == device.source]
+        another = " or ".join([*(f"--rates {name}" for name in alike), "--memory-gib"])
         return [
             f"the memory of a device is not known ({device.source}): {MEMORY:g} GiB are assumed, "
-            "and --memory-gib says another"
+            f"and {another} says another"
         ]
     if memory_gib is None or not known or 0.9 * known <= memory_gib <= known:
         return []

@@ -173,6 +173,29 @@ def test_a_limit_on_memory_of_yours_alone_is_said(capsys, tmp_path):
     assert "limits your own plan" not in run_search(f"{line} --reserved-gib 79", capsys, tmp_path)[1].out
 
 
+def test_a_plan_that_is_as_fast_as_yours_is_no_advice():
+    """A user of 1F1B was sent to ZB-H1 for 1.1%, as a third plan was 5.6% faster than 1F1B."""
+    own = configured("--global-batch-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b")
+    found = found_by("--global-batch-size 4", 2, pp="2", schedule="1f1b")
+    first = min(found.best.values(), key=lambda x: x.step)
+
+    def plan(percent: float, schedule: str):
+        config = replace(own.with_fields(pipeline_schedule=schedule), world_size=4)
+        return replace(first, step=(1 + percent / 100) * first.step, config=config)
+
+    yours = plan(5.6, "1f1b")
+    many = replace(plan(0, "zb-v"), config=plan(0, "zb-v").config.with_fields(vocab_parallel_pipeline=True))
+    advice = to_take([many, plan(4.4, "zb-h1")], own, yours, Machine(GIB))
+    assert advice.number == 1
+    take, gain, *rules = advice.lines(Machine(GIB), SLOW)
+    assert take.endswith("flags that differ from yours: 2 (--pipeline-schedule, --vocab-parallel-pipeline)")
+    assert gain == f"  yours takes {yours.step:.4g} s, 1.06 times as long"
+    assert rules[:2] == ["  within 5% of the fastest: 1, 2", "  faster than yours by 5% or more: 1"]
+    # Without room for yours there is nothing to keep.
+    full = replace(yours, peak=2 * GIB)
+    assert to_take([many, plan(4.4, "zb-h1")], own, full, Machine(GIB)).number == 2
+
+
 def test_memory_decides_before_flags_where_no_layout_is_named():
     """A student who had typed no schedule was sent to a slower and tighter plan, as it changed fewest flags."""
     own = configured("--global-batch-size 4 --use-distributed-optimizer")
@@ -229,9 +252,10 @@ def test_a_change_that_takes_experts_into_a_node_has_the_range_too():
     flags += " --moe-ffn-hidden-size 16 --padded-vocab-size 1024"
     config = replace(configured(f"--global-batch-size 8 {flags}").with_batch(8), world_size=4)
     changes = one_change(of_run(config, SLOW), SLOW, Machine(GIB))
-    (line,) = (line for line in changes if "--expert-model-parallel-size 2" in line)
-    assert re.search(r" s \(yours by the two published pairs [0-9.]+ to [0-9.]+ times as long\), -\d", line)
-    assert not any("published" in line for line in changes if "expert" not in line)
+    (line,) = (line for line in changes[:-1] if "--expert-model-parallel-size 2" in line)
+    assert re.search(r"--expert-model-parallel-size 2: [0-9.]+ s, -\d", line)
+    assert not any("published" in line for line in changes[:-1])
+    assert re.match(r"by the two published pairs yours takes [0-9.]+ to [0-9.]+ times as long as with --", changes[-1])
 
 
 def test_a_page_of_full_devices_says_how_to_ask_for_leaner_plans():

@@ -133,7 +133,8 @@ def test_of_plans_as_fast_the_one_with_fewest_changes_is_taken_and_then_the_lean
     mine = plan(4, 1.0)
     assert to_take(best, own, mine, machine).number == "yours"
     assert to_take(best, own, mine, Machine(0.5)).number == 3
-    assert to_take(best, own, plan(6, 1.0), machine).number == 3
+    # Of those a plan is taken that is faster than the user's own by 5%: 4% are 1.9% for who has 6%.
+    assert to_take(best, own, plan(6, 1.0), machine).number == 1
     assert taken([best[0], best[3]], own, None, machine) == (1, "all other plans are slower by 5% or more")
     assert taken(best[:1], own, None, machine) == (1, "")
     assert changed(own, best[0].config) == ["--recompute-granularity", "--pipeline-schedule"]
@@ -257,7 +258,7 @@ def test_the_plainest_of_plans_nearly_as_fast_is_made_and_taken():
     listed = best_of(replace(found, best={0: plans[0]}, finished=plans))
     shown = [x.plan for x in listed]
     assert shown == [plans[0], plans[2]]
-    assert [x.why for x in listed] == ["fastest", "fewest flags"]
+    assert [x.why for x in listed] == ["fastest", "plainest"]
     assert to_take(shown, own, None, Machine(GIB)).number == 2
     # The fastest of the plain ones, in whatever order they were made.
     near = [plan(0.9), plan(0.5), plan(0.8)]

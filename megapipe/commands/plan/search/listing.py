@@ -73,7 +73,7 @@ def _reasons(found: SearchResults, ranked: list[TimedPlan]) -> Iterator[tuple[Ti
 
     plain = plainest(found.finished)
     if plain is not None:
-        yield plain, "fewest flags"
+        yield plain, "plainest"
 
     # Of several layouts, as the fastest may lack room for an uneven load of experts.
     simple: dict[Layout, TimedPlan] = {}

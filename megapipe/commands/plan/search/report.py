@@ -225,7 +225,7 @@ def summary(x: TimedPlan, device: Device) -> str:
         text += ", sharded,"
     text += f" x {pp} pipeline x {cp} context x {tp} tensor, "
     if config.model.has_experts:
-        text += f"experts {ep} x {etp}, "
+        text += f"ep {ep} x etp {etp}, "
     text += f"micro batch {micro}, {x.schedule}, "
     text += f"recomputes {recomputes(config.model) or 'nothing'}"
     if config.parallel.vocab_parallel_pipeline:

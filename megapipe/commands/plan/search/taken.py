@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from megapipe.commands.plan.pasted import changed, chosen_fields
 from megapipe.commands.plan.search.hiding import hides_unmeasured
 from megapipe.commands.plan.search.listed.asked import NUMBERS, own_schedule
-from megapipe.commands.plan.verdict import Machine, load_line, of_busy_experts
+from megapipe.commands.plan.verdict import (
+    Machine,
+    load_line,
+    of_busy_experts,
+    published_range,
+)
 from megapipe.config import Config, ParallelConfig
 from megapipe.flags.flag import flags_of as all_flags
 from megapipe.plan import GIB
+from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.page import digest, recomputes
 from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule import SCHEDULES
@@ -49,19 +55,21 @@ class Advice:
     Attributes:
         number: the number of the plan in the list, from 1, or "yours".
         plan: the plan.
-        changes: how many flags of the plan differ from the user's; None if these name no layout.
+        changes: the plan's flags that differ from the user's; None if these name no layout.
         rules: a line for each rule that has chosen the plan.
         caveats: lines on errors of the predictions that matter here.
+        yours: the plan of the user's own flags; None if there is none or if it does not fit.
     """
 
     number: int | str
     plan: TimedPlan
-    changes: int | None
+    changes: tuple[str, ...] | None
     rules: tuple[str, ...]
     caveats: tuple[str, ...] = ()
+    yours: TimedPlan | None = None
 
-    def lines(self, machine: Machine) -> list[str]:
-        """Return the advice in words: what to take, the rules, the caveats, the next step.
+    def lines(self, machine: Machine, device: Device) -> list[str]:
+        """Return the advice in words: what to take, its gain, rules, caveats, the next step.
 
         Args:
             machine: the memory of a device and of a host.
@@ -80,7 +88,9 @@ class Advice:
         first = f"take {self.number}: {x.schedule}, {', '.join(words)}, {x.step:.4g} s, "
         first += f"{spare:.3g} GiB to spare"
         if self.changes is not None:
-            first += f", flags that differ from yours: {self.changes or 'none'}"
+            names = ", ".join(self.changes)
+            listed = f"{len(self.changes)} ({names})" if names else "none"
+            first += f", flags that differ from yours: {listed}"
         flags = "the flags of this plan after yours"
         if self.number == YOURS:
             flags = "your flags as they are"
@@ -88,8 +98,16 @@ class Advice:
             f"next: megapipe check with {flags} shows plan {digest(x.plan, x.config)} again. "
             "Launch these by torchrun or scripts/ (docs/cluster.md, Launch)."
         )
-        rules = [f"  {line}" for line in self.rules]
+        rules = [f"  {line}" for line in (*self._gain(device), *self.rules)]
         return [first, *rules, *(f"  but {line}" for line in self.caveats), then]
+
+    def _gain(self, device: Device) -> list[str]:
+        """Return a line on how much longer the user's own plan takes, if this is another one."""
+        if self.yours is None or self.number == YOURS:
+            return []
+        ratio = self.yours.step / self.plan.step
+        text = f"yours takes {self.yours.step:.4g} s, {ratio:.3g} times as long"
+        return [text + published_range(self.yours, self.plan, device)]
 
 
 def to_take(
@@ -100,7 +118,7 @@ def to_take(
     Nobody knows how much of their messages plans hide within passes, by pairs or by
     --tp-comm-overlap. So they count only if the user's own plan hides messages too, or if there are
     no others. A user's own plan that is as fast as the first of the plans that count, within CLOSE,
-    needs no change. Otherwise `_chosen` chooses.
+    needs no change. Otherwise `_chosen` chooses among plans that are faster than it by CLOSE.
 
     Args:
         best: the plans of the list, fastest first; at least one.
@@ -120,10 +138,18 @@ def to_take(
 
     if yours is not None and yours.step < limit and _fits(yours, machine):
         rule = f"no plan{sure} is faster by more than predictions can tell"
-        return Advice(YOURS, yours, 0, (rule,), unmeasured)
+        return Advice(YOURS, yours, (), (rule,), unmeasured)
 
-    n, rules = _chosen(best, counted, own, _known(own, yours), machine)
+    # A plan that is as fast as the user's own is no reason to change flags.
+    has_room = yours is not None and _fits(yours, machine)
+    worth = counted
+    if yours is not None and has_room:
+        worth = [n for n in counted if (1 + CLOSE) * best[n].step <= yours.step]
+    n, rules = _chosen(best, worth, own, _known(own, yours), machine)
     near = _close(best, counted)
+    gains = [one for one in near if one in worth]
+    if gains != near:
+        rules.insert(0, f"faster than yours by {CLOSE:.0%} or more: {_numbers(gains)}")
     if len(near) > 1:
         rules.insert(0, f"within {CLOSE:.0%} of the fastest{sure}: {_numbers(near)}")
     elif len(counted) < min(2, len(best)):
@@ -143,8 +169,9 @@ def to_take(
         caveats.append(load)
     changes = None
     if names_layout(own):
-        changes = len(changed(own, best[n].config))
-    return Advice(n + 1, best[n], changes, tuple(rules), tuple(caveats))
+        changes = tuple(changed(own, best[n].config))
+    compared = yours if has_room else None
+    return Advice(n + 1, best[n], changes, tuple(rules), tuple(caveats), compared)
 
 
 def _chosen(
