@@ -186,14 +186,16 @@ def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
 def _units(layers: int, ranks: int) -> list[int]:
     """Return the numbers of stages on each rank to try with sharded weights, ascending.
 
-    The last is the largest one up to the last of _UNITS, such as 28 for as many layers on a rank.
+    On one pipeline rank the last is the largest one up to the last of _UNITS, such as 28 for as
+    many layers. On several ranks such tables take a search too long.
 
     Args:
         layers: the number of layers of the model.
         ranks: the number of pipeline ranks.
     """
     fine = [n for n in range(2, _UNITS[-1] + 1) if layers % (ranks * n) == 0]
-    return [n for n in fine if n in _UNITS or n == fine[-1]]
+    finest = fine[-1:] if ranks == 1 else []
+    return [n for n in fine if n in _UNITS or n in finest]
 
 
 def is_movable(cell: Config) -> bool:
