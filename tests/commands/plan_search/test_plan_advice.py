@@ -232,6 +232,17 @@ def test_plans_as_fast_as_the_plainest_one_are_compared_by_the_flags_that_they_c
     assert "as plain as 2, within 5% of it: 3" in advice.rules
     assert to_take([*best[:2], best[3]], own, None, Machine(GIB)).number == 2
 
+    # Your pp and schedule are named where they are as fast as the plan to take, though not as the fastest.
+    own = own.with_fields(pipeline_schedule="1f1b")
+    best = [plan(0, **many), plan(4, pipeline_schedule="zb-v"), plan(8)]
+    advice = to_take(best, own, None, Machine(GIB))
+    assert advice.number == 2
+    keeps = "plan 3 keeps your pp and schedule and takes 3.8% more, which predictions cannot tell from none"
+    assert keeps in advice.caveats
+    assert not any("keeps" in x for x in to_take([*best[:2], plan(10)], own, None, Machine(GIB)).caveats)
+    full = replace(best[2], peak=2 * GIB)
+    assert not any("keeps" in x for x in to_take([*best[:2], full], own, None, Machine(GIB)).caveats)
+
 
 def test_how_much_slower_yours_is_has_a_range_where_its_experts_cross_nodes():
     """170% slower was predicted from two messages that took 0.71 and 0.49 of what such predictions say."""

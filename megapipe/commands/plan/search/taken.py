@@ -167,11 +167,55 @@ def to_take(
     load = load_line(best[n].plan, best[n].config, machine.limit)
     if load and n:
         caveats.append(load)
+    caveats += _keeps_schedule(best, n, worth, own, machine)
     changes = None
     if names_layout(own):
         changes = tuple(changed(own, best[n].config))
     compared = yours if has_room else None
     return Advice(n + 1, best[n], changes, tuple(rules), tuple(caveats), compared)
+
+
+def _keeps_schedule(
+    best: Sequence[TimedPlan], taken: int, worth: list[int], own: Config, machine: Machine
+) -> list[str]:
+    """Return a line on a plan that keeps the user's pp and schedule and is about as fast.
+
+    A user may prefer it to the plan to take, as predictions cannot tell the two apart. There is no
+    line if the plan to take keeps them itself, or if the user has no pipeline.
+
+    Args:
+        best: the plans of the list, fastest first.
+        taken: the index in `best` of the plan to take.
+        worth: indices of the plans that may be taken.
+        own: the configuration of the user's own flags.
+        machine: the memory of a device and of a host.
+    """
+
+    def kept(config: Config) -> tuple[int, str]:
+        return config.parallel.pipeline_model_parallel_size, own_schedule(config)
+
+    mine = kept(own)
+    if mine[0] == 1 or kept(best[taken].config) == mine:
+        return []
+    for n in _close(best, [n for n in worth if n >= taken]):
+        x = best[n]
+        if kept(x.config) == mine and _need(x) <= _room(machine):
+            more = x.step / best[taken].step - 1
+            return [
+                f"plan {n + 1} keeps your pp and schedule and takes {more:.1%} more, "
+                "which predictions cannot tell from none"
+            ]
+    return []
+
+
+def _need(x: TimedPlan) -> float:
+    """Return the peak in bytes under an uneven load of the experts."""
+    return x.peak + of_busy_experts(x.plan, x.config)
+
+
+def _room(machine: Machine) -> float:
+    """Return the bytes that a plan to take may need."""
+    return machine.limit - _SPARE * machine.device
 
 
 def _chosen(
@@ -198,8 +242,8 @@ def _chosen(
     """
     rules = []
     near = _close(best, counted)
-    peaks = {n: best[n].peak + of_busy_experts(best[n].plan, best[n].config) for n in counted}
-    room = machine.limit - _SPARE * machine.device
+    peaks = {n: _need(best[n]) for n in counted}
+    room = _room(machine)
     left = [n for n in near if peaks[n] <= room] or near
     if len(left) < len(near):
         line = f"with {_SPARE:.0%} of a device to spare"
