@@ -180,7 +180,7 @@ def _keeps_schedule(
 ) -> list[str]:
     """Return a line on a plan that keeps the user's pp and schedule and is about as fast.
 
-    A user may prefer it to the plan to take, as predictions cannot tell the two apart. There is no
+    A user may prefer it, as predictions cannot distinguish it from the plan to take. There is no
     line if the plan to take keeps them itself, or if the user has no pipeline.
 
     Args:
