@@ -27,9 +27,9 @@ if [ ! -d tests/__pycache__ ]; then
   python -m pytest --collect-only > /dev/null || true # what is wrong, the workers say
 fi
 echo "== pytest, beside mypy"
-# Three workers for two cores: some tests wait for a timeout or for processes. WORKERS=0 uses none.
+# Four workers for two cores: some tests wait for a timeout or for processes. WORKERS=0 uses none.
 failed=0
-python -m pytest -n "${WORKERS:-3}" --dist worksteal "$@" || failed=$?
+python -m pytest -n "${WORKERS:-4}" --dist worksteal "$@" || failed=$?
 echo "== mypy"
 wait $! || failed=$?
 cat "$types"

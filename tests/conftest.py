@@ -53,7 +53,7 @@ class Frozen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self):
-        if threads() > self.threads + 200:
+        if threads() > self.threads + 60:
             self.freeze_anew()
         elif self.witness() is None:
             self.freeze()

@@ -28,7 +28,6 @@ REFUSED = {
     "check --check": "--check: the command check checks, with or without it. Leave it out.",
     "check --no-check": "--no-check: the command check checks, with or without it. Leave it out.",
     f"plan {RUN} --search-jobs 2": "--search-jobs 2 is of --search. Add that, or leave it out.",
-    f"plan {RUN} --reserved-gib 4": "--reserved-gib 4 is of --memory-gib. Add that, or leave it out.",
     "gpu-check --device cpu --only no-such": "--only no-such is none of the cases: ",
     "gpu-check --device cpu --minutes nan": "--minutes nan must be above 0",
     f"chaos --minutes nan {CHAOS}": "--minutes nan must be above 0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
@@ -123,6 +124,9 @@ def _serve(end: Connection, state: Any, parents: Sequence[Connection]) -> None:
     """
     # Ctrl-C reaches all processes of a terminal; the parent decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What the parent has, such as groups of gloo with their threads, is not this process's to end:
+    # the threads are not here, and a collection that frees such a group hangs or aborts.
+    gc.freeze()
     # With a copy left open, this process would not see that a killed parent is gone.
     for copy in parents:
         copy.close()
