@@ -102,8 +102,7 @@ def one_change(
             does = "" if fits else " makes it fit"
             lines.append(f"one change alone{does}: {text}: {step:.4g} s, {gain}")
             if ranges[text]:
-                times = ranges[text].removeprefix("; by the two published pairs ")
-                within.append(f"{times} as with {text}")
+                within.append(f"{ranges[text]} as with {text}")
     if within:
         lines.append(f"by the two published pairs yours takes {', '.join(within)}")
     if not fits and not lines:

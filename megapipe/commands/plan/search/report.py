@@ -208,7 +208,8 @@ def _of_yours(
         lines.append("      faster than all of these")
     if place > 1:
         known = published_range(x, best[0], device)
-        lines[-1] += known and f"{known}, so measure yours first"
+        if known:
+            lines[-1] += f"; by the two published pairs {known}, so measure yours first"
     changes = list(yours.changes)
     if crossing := crossing_line(x.config, device):
         changes.insert(0, crossing)

@@ -107,7 +107,9 @@ class Advice:
             return []
         ratio = self.yours.step / self.plan.step
         text = f"yours takes {self.yours.step:.4g} s, {ratio:.3g} times as long"
-        return [text + published_range(self.yours, self.plan, device)]
+        if known := published_range(self.yours, self.plan, device):
+            text += f"; by the two published pairs {known}"
+        return [text]
 
 
 def to_take(
