@@ -16,13 +16,18 @@ SIZES = torch.tensor([0.3, 1e-17, 3e-9, 0.0], dtype=torch.float64)
 """Of gradients; that of the second weight is rounding."""
 
 
-def trained(extra: Tensor, wrong: float = 0.0) -> Run:
-    """torch's Adam, three steps from the same weights. extra: in each gradient; wrong: in the weights."""
+def trained(extra: Tensor, wrong: float = 0.0, later: float = 0.0) -> Run:
+    """torch's Adam, three steps from the same weights.
+
+    Args:
+        extra: in each gradient. wrong: in the weights.
+        later: in each gradient but the first.
+    """
     weight = torch.nn.Parameter(torch.linspace(-0.02, 0.02, 4, dtype=torch.float64))
     adam = torch.optim.Adam([weight], lr=LR)
     steps = []
-    for sign in (1, -1, 1):
-        weight.grad = SIZES * sign + extra
+    for step, sign in enumerate((1, -1, 1)):
+        weight.grad = SIZES * sign + extra + later * (step > 0)
         steps.append({NAME: Part(weight.grad.clone(), {})})
         adam.step()
     made = {NAME: Part(weight.detach() + wrong, {})}
@@ -49,6 +54,12 @@ def test_a_weight_that_its_gradients_do_not_explain_differs(wrong: float) -> Non
 def test_a_gradient_that_is_off_by_more_than_rounding_is_no_noise() -> None:
     """The weights follow from the gradients here, as exactly as before."""
     assert not is_noise(CASE, NAME, 0, [trained(ROUNDING * 100)], trained(NOTHING))
+
+
+@pytest.mark.parametrize(("later", "noise"), [(8e-15, True), (2e-14, False)])
+def test_gradients_after_the_first_follow_weights_that_differ(later: float, noise: bool) -> None:
+    mine, whole = trained(ROUNDING, later=later), trained(NOTHING)
+    assert is_noise(CASE, NAME, 0, [mine], whole) == noise
 
 
 def test_a_weight_whose_gradient_no_rank_has_is_no_noise() -> None:
