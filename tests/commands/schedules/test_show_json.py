@@ -10,7 +10,7 @@ import pytest
 
 from megapipe.schedule import build
 from megapipe.schedule.text import to_json
-from tests.commands.test_schedules_tool import SIZE, tool
+from tests.commands.schedules.program import SIZE, tool
 
 
 def starts_by_hand(data: dict[str, Any]) -> list[list[float]]:
