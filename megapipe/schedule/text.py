@@ -16,7 +16,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -98,8 +98,7 @@ def to_json(schedule: Schedule, costs: Costs | None = None, recipe: str | None =
 
 def _lines(rows: Iterable[object]) -> str:
     """Return a JSON list with one item on each line."""
-    text = ",\n  ".join(map(json.dumps, rows))
-    return f"[\n  {text}\n]"
+    return "[\n  " + ",\n  ".join(map(json.dumps, rows)) + "\n]"
 
 
 def from_json(text: str, source: str = "schedule.json") -> Schedule:
@@ -153,35 +152,36 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
         torch: use the names of passes of torch.distributed.pipelining, not this package's.
     Raises: ScheduleError for a table that CSV, or torch's names, cannot express.
     """
+    letters = {kind: letter for letter, kind in (_TORCH if torch else _OURS).items()}
+    # Torch's runtime updates by itself, and gathers and sums over data parallelism.
+    by_torch = {kind for kind in Kind if kind.traits.per_stage or kind.traits.lane is Lane.DP}
+    lost = sorted(schedule.kinds - letters.keys() - by_torch)
     of_torch = "and torch.distributed.pipelining has"
     # Equal shares of a sequence may differ in their last bits.
     cuts = {round(cut / sum(schedule.cuts), 9) for cut in schedule.cuts}
+    place = schedule.placement
     cannot = {
         f"cuts microbatches in slices, {of_torch} none. Write our own letters.": torch and cuts,
-        f"shares the vocabulary, {of_torch} no passes for that. Write our own letters, "
-        "or the table without the shares.": torch and schedule.placement.vocabulary,
+        f"has passes {', '.join(lost)}, {of_torch} none. Write our own letters.": lost,
+        f"has two copies of the model, {of_torch} one.": torch and place.num_chains > 1,
         "says in which order ranks share a stream, which CSV cannot. Write JSON.": schedule.shared,
         "says where documents begin, which CSV cannot. Write JSON.": schedule.documents,
-        "has multi-token prediction, which CSV cannot. Write JSON.": schedule.placement.depths,
+        "has multi-token prediction, which CSV cannot. Write JSON.": place.depths,
         "has uneven slices, which CSV cannot say. Write JSON, or use --cuts equal.": len(cuts) > 1,
     }
     for reason, there in cannot.items():
         if there:
             raise ScheduleError(f"{schedule.name} {reason}")
-    letters = {kind: letter for letter, kind in (_TORCH if torch else _OURS).items()}
-    width = max(len(row) for row in schedule.ranks)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for row in schedule.ranks:
-        cells = []
-        for step in row:
-            # Torch's runtime has no passes of whole stages, so they are left out.
-            if step[0].kind not in letters:
-                continue
-            texts = ";".join(f"{x.stage}{letters[x.kind]}{x.of}" for x in step)
-            cells.append(texts if len(step) == 1 else f"({texts})OVERLAP_F_B")
-        writer.writerow(cells + [""] * (width - len(row)))
-    return out.getvalue()
+    table = schedule.without(schedule.kinds - letters.keys())
+    rows = [[_cell(step, letters) for step in row] for row in table.ranks]
+    width = max(map(len, rows))
+    lines = (",".join(row + [""] * (width - len(row))) for row in rows)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cell(step: Step, letters: Mapping[Kind, str]) -> str:
+    texts = ";".join(f"{x.stage}{letters[x.kind]}{x.of}" for x in step)
+    return texts if len(step) == 1 else f"({texts})OVERLAP_F_B"
 
 
 def from_csv(text: str, source: str = "schedule.csv") -> Schedule:

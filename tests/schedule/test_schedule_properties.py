@@ -118,7 +118,7 @@ def test_stages_run_their_microbatches_in_order(data: st.DataObject) -> None:
 def test_files_hold_the_whole_schedule_and_forwards_alone_can_run(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     assert from_json(to_json(schedule)) == schedule
-    for torch in (False, True):
+    for torch in (False, True)[: 3 - schedule.placement.num_chains]:  # torch has one copy of a model
         read = from_csv(to_csv(schedule, torch=torch))
         assert (read.placement, read.ranks) == (schedule.placement, schedule.ranks)
     evaluation = forward_only(schedule)

@@ -1,11 +1,18 @@
 """Pass by pass, our tables are those of torch.distributed.pipelining, where it has the schedule."""
 
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megapipe.schedule import build, from_csv, to_csv
+from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, from_csv, load, to_csv
+from megapipe.schedule.families.offload.copies import with_offload, with_recompute
+from megapipe.schedule.families.replicas import with_replicas
+from megapipe.schedule.families.sharding.sharded import UnshardedStages, with_sharded_weights
+from megapipe.schedule.families.step.asked import StepPasses
+from megapipe.schedule.kinds import LAYERS
 
 
 @cache
@@ -70,10 +77,52 @@ def test_other_tables_are_torchs(ours: str, theirs: str, chunks: int, p: int, m:
     assert from_csv(as_csv(torch_rows(theirs, p, m, chunks))).ranks == build(ours, p, m).ranks
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "v-min", "dualpipe-v"])
-def test_torch_reads_what_we_write(name: str) -> None:
-    schedule = build(name, 4, 8)
-    for row, line in zip(schedule.ranks, to_csv(schedule, torch=True).splitlines(), strict=True):
-        actions = [torch_schedules()._Action.from_str(cell) for cell in line.split(",")]
-        assert ["" if a is None else str(a) for a in actions] == line.split(",")
-        assert len([a for a in actions if a is not None]) == len(row)
+def read_by_torch(file: Path, table: Schedule) -> dict[int, list[Any]]:
+    """Return {rank: the passes, sends and receives} that torch's runtime makes of a file."""
+    made = object.__new__(torch_schedules()._PipelineScheduleRuntime)
+    made.pp_group_size, made._n_microbatches = table.placement.num_ranks, table.num_microbatches
+    made._num_stages = table.placement.num_stages
+    made._stages, made._defer_pp_recv, made.pipeline_order = [], False, {}
+    made._load_csv(str(file))
+    return made.pipeline_order_with_comms
+
+
+def tables(name: str) -> Iterator[Schedule]:
+    """Yield a schedule as it is, and with passes that torch's runtime adds by itself."""
+    plain = build(name, 4, 8)
+    yield plain
+    # Where ranks have several stages, the last drops each one's weights sooner, and gathers them more often.
+    yield with_sharded_weights(plain, living=[UnshardedStages(2, 2)] * 3 + [UnshardedStages(1, 1)])
+    yield with_replicas(StepPasses(reduce=True, gather=True, update=True).around(plain, Costs()))
+    yield StepPasses(reduce=True, update=True, validate=True).around(plain, Costs())
+
+
+TWO_COPIES = ("chimera", "dualpipe")
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in (*TWO_COPIES, "zb-auto")])
+def test_torch_and_we_read_each_file_that_we_write_for_torch(name: str, tmp_path: Path) -> None:
+    for table in tables(name):
+        file = tmp_path / "table.csv"
+        file.write_text(to_csv(table, torch=True))
+        plain = table.without(table.kinds - set(LAYERS))
+        assert load(file).ranks == plain.ranks
+        for rank, actions in read_by_torch(file, table).items():
+            passes = [str(action) for action in actions if action.is_compute_op]
+            assert passes == [cell for cell in file.read_text().splitlines()[rank].split(",") if cell]
+            assert len(passes) == len(plain.ranks[rank])
+        assert len({line.count(",") for line in file.read_text().splitlines()}) == 1
+
+
+@pytest.mark.parametrize("name", TWO_COPIES)
+def test_two_copies_of_the_model_are_not_written_for_torch(name: str) -> None:
+    """Its reader ended with: Got 4 forward microbatches for stage 0, expected 8."""
+    with pytest.raises(ScheduleError, match=r"has two copies of the model, and torch\.distributed\.pipelining has one"):
+        to_csv(build(name, 4, 8), torch=True)
+
+
+def test_copies_and_recomputation_are_not_left_out_for_torch() -> None:
+    """The file of a table that fits in a memory was one that does not, in lines of unequal length."""
+    table = with_recompute(with_offload(build("1f1b", 2, 4), HALF := Costs(o=0.5, l=0.5)), HALF, chosen=[(1, 0)])
+    with pytest.raises(ScheduleError, match=r"has passes L, O, R, and torch\.distributed\.pipelining has none"):
+        to_csv(table, torch=True)

@@ -109,7 +109,7 @@ def spoilt_tables() -> list[str]:
     wholes = [
         to_csv(build(*size), torch=torch)
         for size in (("1f1b", 2, 3), ("zb-h1", 3, 4), ("zb-v", 2, 4), ("dualpipe", 4, 8))
-        for torch in (False, True)
+        for torch in (False, True)[: 1 + (size[0] != "dualpipe")]
     ]
     wholes += [to_csv(slices(partial(build, name, 2), 2, (1, 1))) for name in ("1f1b", "zb-h1")]
     texts = [
