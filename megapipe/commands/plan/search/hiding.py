@@ -123,9 +123,9 @@ def hiding(
     plans = [x for x in ranked if not x.moves]
     piped = [x for x in plans if x.config.parallel.pipeline_model_parallel_size > 1]
     for x in promising(piped, (TENSOR, CONTEXT, EXPERTS)):
-        yield from _legal(x, x.config.with_fields(overlap_moe_expert_parallel_comm=True))
+        yield from with_switch(x, "overlap_moe_expert_parallel_comm")
     for x in promising(plans, (TENSOR,)):
-        yield from _legal(x, x.config.with_fields(tp_comm_overlap=True))
+        yield from with_switch(x, "tp_comm_overlap")
 
 
 def promising(plans: Iterable[ExtrapolatedPlan], causes: tuple[str, ...]) -> list[ExtrapolatedPlan]:
@@ -135,8 +135,13 @@ def promising(plans: Iterable[ExtrapolatedPlan], causes: tuple[str, ...]) -> lis
     return [lost[n][0] for _, n in ordered[:TRIED]]
 
 
-def _legal(x: ExtrapolatedPlan, config: Config) -> Iterator[ExtrapolatedPlan]:
-    """Yield the plan with this configuration, unless a run refuses it."""
+def with_switch(x: ExtrapolatedPlan, field: str) -> Iterator[ExtrapolatedPlan]:
+    """Yield the plan with a switch turned on, unless a run refuses it.
+
+    Args:
+        field: the switch's field of the configuration.
+    """
+    config = x.config.with_fields(**{field: True})
     # A short batch has the same problems, and a small table is checked sooner.
     if not flag_problems(short(config, 1)):
         yield replace(x, config=config)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from megapipe.checks.run import flag_problems
-from megapipe.commands.plan.search.hiding import promising
+from megapipe.commands.plan.search.hiding import promising, with_switch
 from megapipe.commands.plan.search.judged.screen import ExtrapolatedPlan, kind_of
 from megapipe.commands.plan.search.listed.asked import VOCABULARY, SearchRestrictions
-from megapipe.commands.plan.search.listed.cells import short, under
+from megapipe.commands.plan.search.listed.cells import under
 from megapipe.config import Config
 from megapipe.plan import pieces_of
 from megapipe.plan.seconds.page import recomputes
@@ -61,18 +60,15 @@ def sharing(
     ]
     forwards = 0
     for x, name, chunks in choices:
-        even = under(x.config, name, chunks)
-        shared = even.with_fields(vocab_parallel_pipeline=True)
-        # A short batch has the same problems, and a small table is checked sooner.
-        if flag_problems(short(shared, 1)):
-            continue
+        even = replace(x, config=under(x.config, name, chunks))
         stages = x.layout[2] * (chunks or SCHEDULES[name].chunks or 1)
-        more = stages * shared.num_microbatches
-        if forwards + more > _FORWARDS and not own:
-            continue
-        forwards += more
-        yield x if name == x.schedule else replace(x, config=even)
-        yield replace(x, config=shared, balanced=False)
+        more = stages * x.config.num_microbatches
+        for shared in with_switch(even, "vocab_parallel_pipeline"):
+            if forwards + more > _FORWARDS and not own:
+                continue
+            forwards += more
+            yield x if name == x.schedule else even
+            yield replace(shared, balanced=False)
 
 
 def _is_unequal(x: ExtrapolatedPlan) -> bool:
