@@ -254,7 +254,7 @@ def searched(
     assumed = f"{device.assumed}, {device.to_host}"
     text = [f"{devices} devices of {machine}; assumed: {assumed}"]
     text += [*other_device(flags.memory_gib, device), *yours.linked, *said]
-    text.append(report(found, machine, device, yours, partial(undone, argv), lacking))
+    text.append(report(found, listed, machine, device, yours, partial(undone, argv), lacking))
     rows = [_row(x.plan, undone(argv, x.plan.config)) | {"why": x.why} for x in listed]
     numbers: dict[str, Any] = {"plans": rows, "yours": None, "take": None}
     if yours.plan is not None:

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from small_searches import MODEL, SLOW, found_by, run_search
+from small_searches import MODEL, SLOW, found_by, page_of, run_search
 
 from megapipe.commands.plan.main import main
 from megapipe.commands.plan.one_change import one_change
@@ -16,7 +16,7 @@ from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.like_yours import like_yours, narrowed
 from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions, asked_of
 from megapipe.commands.plan.search.listing import best_of
-from megapipe.commands.plan.search.report import UserPlan, report
+from megapipe.commands.plan.search.report import UserPlan
 from megapipe.commands.plan.search.taken import names_layout, to_take
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
@@ -250,7 +250,7 @@ def test_how_much_slower_yours_is_has_a_range_where_its_experts_cross_nodes():
     mine = next(iter(found.best.values()))
     config = mine.config.with_fields(num_experts=8, expert_model_parallel_size=4)
     yours = UserPlan(replace(mine, step=2.7 * mine.step, config=replace(config, world_size=4)))
-    shown = {node: report(found, Machine(GIB), replace(SLOW, node=node), yours) for node in (2, 4)}
+    shown = {node: page_of(found, Machine(GIB), replace(SLOW, node=node), yours) for node in (2, 4)}
     low, high = sorted(2.7 * measured / told for measured, told in ((1.35, 1.90), (1.69, 3.42)))
     text = f"170.0% slower than the first, .*; by the two published pairs {low:.1f} to {high:.1f} times as long, so"
     assert re.search(text, shown[2])
@@ -274,16 +274,16 @@ def test_a_page_of_full_devices_says_how_to_ask_for_leaner_plans():
     found = found_by("--global-batch-size 4", 1)
     least = min(x.plan.peak for x in best_of(found))
     machine = Machine(1.8 * least, reserved=0.0)
-    said = report(found, machine)
+    said = page_of(found, machine)
     half = 0.9 * least / GIB
     assert f"--reserved-gib {half:.3g} asks for plans of at most {half:.3g}" in said
-    assert "asks for plans of at most" not in report(found, Machine(2.2 * least))
+    assert "asks for plans of at most" not in page_of(found, Machine(2.2 * least))
 
 
 def test_what_is_the_same_on_each_page_is_one_block_of_few_lines():
     for experts in ("", "--num-experts 4"):
         found = found_by(f"--global-batch-size 4 {experts}", 1, pp="1")
-        _, block = report(found, Machine(GIB)).split("what these numbers mean, on every page:\n")
+        _, block = page_of(found, Machine(GIB)).split("what these numbers mean, on every page:\n")
         lines = block.splitlines()
         assert len(lines) == 6
         assert [line for line in lines if len(line) > 100] == []

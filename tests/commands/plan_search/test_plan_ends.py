@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from small_searches import MODEL, SLOW, found_by
+from small_searches import MODEL, SLOW, found_by, page_of
 
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import with_vocabulary
@@ -20,7 +20,6 @@ from megapipe.commands.plan.search.judged.judging import Judging
 from megapipe.commands.plan.search.judged.screen import CandidatePlan
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions, asked_of, joined
 from megapipe.commands.plan.search.listing import best_of
-from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.taken import choices, demands, to_take
 from megapipe.commands.plan.searched import SearchFlags, searched
@@ -65,7 +64,7 @@ def test_a_search_ends_when_its_time_is_over_and_says_what_it_has_not_seen(jobs)
         assert not whole.stopped
     assert found.stopped
     assert found.best
-    first, second, *_ = report(found, Machine(GIB)).splitlines()
+    first, second, *_ = page_of(found, Machine(GIB)).splitlines()
     assert first.endswith(" when its time was over; these are the best plans until then")
     assert second.startswith("there was no time to list all layouts of more context parallelism than 1: ")
 

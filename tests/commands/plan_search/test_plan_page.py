@@ -8,13 +8,13 @@ import shlex
 from dataclasses import replace
 
 import pytest
-from small_searches import MODEL, SLOW, found_by, run_search
+from small_searches import MODEL, SLOW, found_by, page_of, run_search
 
 from megapipe.commands.plan.main import main
 from megapipe.commands.plan.one_change import one_change
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions, allows_change, asked_of
-from megapipe.commands.plan.search.report import UserPlan, report, summary
+from megapipe.commands.plan.search.report import UserPlan, summary
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
@@ -32,7 +32,7 @@ def test_what_does_not_fit_is_said():
     flags = [*MODEL.split(), "--global-batch-size", "4"]
     config = parse(Config, flags)
     found = search(config, 2, Machine(1000.0), SLOW, 1000)
-    first, least, verdict, pasted, *_ = report(found, Machine(1000.0)).splitlines()
+    first, least, verdict, pasted, *_ = page_of(found, Machine(1000.0)).splitlines()
     assert first.startswith("nothing fits: ")
     made = parse(Config, [*flags, *pasted.split()])
     model = replace(made.model, padded_vocab_size=made.model.padded_vocab(1000))
@@ -194,7 +194,7 @@ def test_plans_closer_than_predictions_can_tell_are_called_equal():
         other = replace(first.config.with_fields(**{name: 2}), world_size=2)
         best[n] = replace(first, step=(1 + n / 100) * first.step, config=other)
     shown = replace(found, best=best, finished=[*best.values()])
-    rows = [line for line in report(shown, Machine(GIB)).splitlines() if "% slower" in line]
+    rows = [line for line in page_of(shown, Machine(GIB)).splitlines() if "% slower" in line]
     assert rows[3].startswith("      equal in time, within 5%: 4.0% slower than the first")
     others = [row.partition(" than the first")[0] for row in (*rows[:3], rows[4])]
     assert others == [f"      {n}.0% slower" for n in (1, 2, 3, 6)]
@@ -259,7 +259,7 @@ def test_a_search_that_is_interrupted_says_how_many_plans_it_has_looked_at():
     found = search(config, 4, Machine(GIB), SLOW, 1000, interrupted)
     done, among = found.far
     assert 0 < done < among
-    first, second, *_ = report(found, Machine(GIB)).splitlines()
+    first, second, *_ = page_of(found, Machine(GIB)).splitlines()
     assert first == f"the search was stopped at {done:,} of {among:,} plans; these are the best plans until then"
     assert second.startswith(" 1. ")
 
@@ -274,7 +274,7 @@ def test_a_search_that_is_interrupted_says_its_best_so_far():
     found = search(config, 4, Machine(GIB), SLOW, 1000, interrupted, jobs=2)
     assert found.stopped
     assert found.best
-    assert report(found, Machine(GIB)).startswith(
+    assert page_of(found, Machine(GIB)).startswith(
         "the search was stopped before it had listed all plans; these are the best plans until then\n 1. "
     )
 
@@ -285,7 +285,7 @@ def own_place(yours_percent, machine, plans=2):
     first = min(found.best.values(), key=lambda x: x.step)
     best = {n: replace(first, step=(1 + 10 * n / 100) * first.step) for n in range(plans)}
     mine = replace(first, step=(1 + yours_percent / 100) * first.step)
-    said = report(replace(found, best=best, finished=[*best.values()]), machine, yours=UserPlan(mine))
+    said = page_of(replace(found, best=best, finished=[*best.values()]), machine, yours=UserPlan(mine))
     return said.partition("\nyours: ")[2].splitlines()[2].strip()
 
 
@@ -308,7 +308,7 @@ def test_your_plan_is_no_sure_one_if_its_experts_exchange_tokens_between_nodes()
     config = mine.config.with_fields(num_experts=8, expert_model_parallel_size=4)
     for node in (2, 4):
         yours = UserPlan(replace(mine, config=replace(config, world_size=4)))
-        said = report(found, Machine(GIB), replace(SLOW, node=node), yours)
+        said = page_of(found, Machine(GIB), replace(SLOW, node=node), yours)
         assert ("its experts exchange tokens between nodes" in said.partition("\nyours: ")[2]) == (node == 2)
 
 

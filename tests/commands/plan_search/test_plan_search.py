@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
-from small_searches import MODEL, SLOW, found_by, run_search
+from small_searches import MODEL, SLOW, found_by, page_of, run_search
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main
@@ -21,7 +21,6 @@ from megapipe.commands.plan.pasted import flags_of, pasted
 from megapipe.commands.plan.search.judged.timed import table
 from megapipe.commands.plan.search.judged.workers import Workers
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions
-from megapipe.commands.plan.search.report import report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.verdict import Machine
@@ -77,7 +76,7 @@ def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the
     first = min(found.best.values(), key=lambda x: x.step)
     said = " ".join(flags_of(first.config))
     assert {"--use-megatron-fsdp", "breadth-first", "--memory-limit-gib"} <= set(said.split())
-    page = report(found, Machine(0.02 * GIB))
+    page = page_of(found, Machine(0.02 * GIB))
     assert "2 data, sharded, x 1 pipeline" in page
     assert "a virtual stage is the layers whose weights are gathered" in page
     check(parse(Config, [*flags, *said.split(), "--check", "--world-size", "2"]))
@@ -111,7 +110,7 @@ def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, 
     assert first.peak <= memory * GIB
     check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", str(gpus)]))
     assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
-    assert pasted(first.config) in report(found, Machine(memory * GIB))
+    assert pasted(first.config) in page_of(found, Machine(memory * GIB))
 
 
 @pytest.mark.parametrize("schedule, ranks", [("1f1b", 4), ("zb-v", 2)])
@@ -130,7 +129,7 @@ def test_layers_are_divided_by_their_work_where_the_head_takes_as_long_as_severa
     even = max(steps[counts] for counts in steps if set(counts) == {8 // len(counts)})
     assert first.step < 0.99 * even
     assert parse_layout(first.config.parallel.pipeline_model_parallel_layout) == first.plan.counts
-    assert f"--pipeline-model-parallel-layout '{first.config.parallel.pipeline_model_parallel_layout}'" in report(
+    assert f"--pipeline-model-parallel-layout '{first.config.parallel.pipeline_model_parallel_layout}'" in page_of(
         found, Machine(GIB)
     )
 
@@ -147,9 +146,9 @@ def test_a_layout_that_fits_only_with_some_activations_computed_again_wins_and_t
     assert found.plain is not None
     assert found.plain.step == pytest.approx(best)
     assert first.step < 0.95 * best
-    said = report(found, Machine(room))
+    said = page_of(found, Machine(room))
     assert f"single activations: {best:.4g} s, {best / first.step - 1:.1%} slower than the first, 1f1b" in said
-    alone = report(replace(found, plain=None), Machine(room))
+    alone = page_of(replace(found, plain=None), Machine(room))
     assert "without copies to the host and second forwards of single activations no plan fits\n" in alone
     check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", "2"]))
     moved = "of 16 activations"

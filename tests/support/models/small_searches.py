@@ -5,6 +5,8 @@ import json
 from megapipe.commands.plan.main import main
 from megapipe.commands.plan.search.judged.found import SearchResults
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions
+from megapipe.commands.plan.search.listing import best_of
+from megapipe.commands.plan.search.report import UserPlan, report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
@@ -34,6 +36,11 @@ def found_by(
         {axis: frozenset([value]) for axis, value in axes.items()}, frozenset(["zb-auto", *without])
     )
     return search(parse(Config, [*MODEL.split(), *flags.split()]), gpus, Machine(memory), device, 1000, asked=asked)
+
+
+def page_of(found: SearchResults, machine: Machine, device: Device | None = None, yours: UserPlan | None = None) -> str:
+    """Return the page of a search's plans."""
+    return report(found, best_of(found), machine, device, yours)
 
 
 def run_search(words, capsys, tmp_path, without="zb-auto"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megapipe.commands.plan.pasted import pasted
 from megapipe.commands.plan.search.compared import has_units
 from megapipe.commands.plan.search.hiding import hides_unmeasured, pairs_passes
 from megapipe.commands.plan.search.judged.found import SearchResults
-from megapipe.commands.plan.search.listing import best_of
+from megapipe.commands.plan.search.listing import ListedPlan
 from megapipe.commands.plan.search.taken import CLOSE, YOURS, is_equal
 from megapipe.commands.plan.verdict import (
     HOST,
@@ -65,6 +65,7 @@ class UserPlan:
 
 def report(
     found: SearchResults,
+    listed: Sequence[ListedPlan],
     machine: Machine,
     device: Device | None = None,
     yours: UserPlan | None = None,
@@ -75,13 +76,13 @@ def report(
 
     Args:
         found: the result of the search.
+        listed: its best plans, fastest first.
         machine: the memory of a device and of a host.
         device: the device whose peak MFU is measured by; None for an H100.
         yours: the plan of the user's own flags; None to leave it out.
         undone: says which of the user's flags a plan cannot have.
         lacking: if nothing fits, lines on plans for which the host alone is short.
     """
-    listed = best_of(found)
     best = [x.plan for x in listed]
     ended = ""
     if found.stopped:
