@@ -8,7 +8,7 @@ pair. The unit of memory is the activation of one microbatch in one device share
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -50,7 +50,8 @@ class Entry:
     """The description of one schedule, built-in or a user's function.
 
     `grouped`, `sliced` and `any_chunks` say whether a user may choose the size of groups of
-    microbatches, the number of slices, and the number of chunks.
+    microbatches, the number of slices, and the number of chunks. `takes` has the names of the
+    function's arguments.
 
     Attributes:
         generate: the function that makes the schedule's table from (ranks, microbatches). If it has
@@ -81,14 +82,19 @@ class Entry:
     choices: Callable[[int, int], tuple[Sequence[Schedule], int]] | None = None
 
     @property
+    def takes(self) -> Collection[str]:
+        """Return the names of the arguments of the function that makes the table."""
+        return inspect.signature(self.generate).parameters
+
+    @property
     def grouped(self) -> bool:
         """Return whether a user may choose how many microbatches run through a chunk as a group."""
-        return GROUP_SIZE in inspect.signature(self.generate).parameters
+        return GROUP_SIZE in self.takes
 
     @property
     def sliced(self) -> bool:
         """Return whether a user may choose the number of slices of a microbatch."""
-        return "slices" in inspect.signature(self.generate).parameters
+        return "slices" in self.takes
 
     @property
     def any_chunks(self) -> bool:
@@ -352,7 +358,7 @@ def made(
         )
     # A generator has the arguments that it uses. What a user names and it lacks is an error; what
     # the caller always has, such as costs, is passed only to a generator that takes it.
-    takes = inspect.signature(entry.generate).parameters
+    takes = entry.takes
     unknown = [option for option in options if option not in takes]
     if unknown:
         raise ScheduleError(f"{name} takes no option {', '.join(unknown)}.")

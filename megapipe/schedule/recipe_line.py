@@ -9,10 +9,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from megapipe.schedule.catalogue import is_file
+from megapipe.schedule.catalogue import SCHEDULES, is_file
 from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.ingredients import Pairing
+from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.recipe import Recipe
 
 
@@ -32,6 +33,8 @@ def parts_line(recipe: Recipe) -> str:
 def _words(recipe: Recipe) -> Iterator[str]:
     """Yield the words of the shell line for a recipe's order, size, slices and pairs."""
     yield recipe.order
+    # None for a file or a function, which may have any table.
+    entry = (SCHEDULES | SLICED).get(recipe.order.lower())
     # A file has its own ranks and microbatches, and `show` refuses them next to it.
     if not is_file(recipe.order):
         yield from ("--pp", str(recipe.ranks), "--microbatches", str(recipe.microbatches))
@@ -41,8 +44,9 @@ def _words(recipe: Recipe) -> Iterator[str]:
         for name, value in recipe.options:
             if name != "slices" and value is not None:
                 yield from ("--option", f"{name}={value}")
-        # Without it `show` puts W into waits by its costs.
-        if recipe.fitted is None and recipe.search is None:
+        # Without it `show` orders passes by its costs, where they have a say.
+        by_costs = entry is None or "costs" in entry.takes or recipe.room_of_slices is not None
+        if by_costs and recipe.fitted is None and recipe.search is None:
             yield "--as-published"
     # The cuts depend on costs, which the line does not have. So it names the lengths themselves.
     if recipe.cuts:
@@ -50,7 +54,9 @@ def _words(recipe: Recipe) -> Iterator[str]:
         if recipe.documents:
             yield from ("--documents", str(len(recipe.documents[0]) + 1))
     if recipe.pairs is False:
-        yield "--no-pairs"
+        # Slices have separated all pairs.
+        if not recipe.cuts and (entry is None or entry.pairs):
+            yield "--no-pairs"
     elif isinstance(recipe.pairs, Pairing):
         yield from ("--pairs", f"{recipe.pairs.share:g}")
         if recipe.pairs.split:

@@ -123,7 +123,7 @@ def test_json_alone_has_costs_and_recipe(tmp_path):
     table = mp.build(recipe)
     mp.save(table, tmp_path / "a.json", costs=COSTS, recipe=recipe)
     text = (tmp_path / "a.json").read_text()
-    assert '"recipe": "1f1b --pp 2 --microbatches 4 --as-published"' in text
+    assert '"recipe": "1f1b --pp 2 --microbatches 4"' in text
     assert '"makespan": 145' in text  # (m + p - 1)(F + B + W)
     with pytest.raises(ScheduleError, match="CSV has no costs and no recipe"):
         mp.save(table, tmp_path / "a.csv", costs=COSTS)

@@ -7,7 +7,7 @@ import pytest
 from megapipe.commands import schedules
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import make_plan, with_batch
-from megapipe.schedule import simulate, unpaired
+from megapipe.schedule import SCHEDULES, Costs, build, simulate, unpaired
 from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.sharding.asked import Sharding
@@ -126,10 +126,20 @@ def test_a_recipe_is_a_line_that_show_takes():
         step=StepPasses(reduce=True, validate=True),
     )
     assert to_line(recipe) == (
-        "interleaved --pp 4 --microbatches 8 --chunks 2 --option microbatch_group_size_per_vp_stage=4 --as-published "
+        "interleaved --pp 4 --microbatches 8 --chunks 2 --option microbatch_group_size_per_vp_stage=4 "
         "--pairs 0.2 --split-backwards --depths 3,0 --copies fits --copied-chunks 1 --shard-gradients "
         "--step reduce,validate"
     )
+
+
+@pytest.mark.parametrize("name", [name for name, entry in SCHEDULES.items() if not entry.searched])
+def test_a_recipe_has_no_option_that_changes_nothing(name):
+    """A run of 1F1B on one tensor-parallel rank had --as-published --no-pairs, and neither has a say there."""
+    line = to_line(Recipe(name, 4, 8, pairs=False))
+    table = build(name, 4, 8)
+    moved = [build(name, 4, 8, costs=Costs(*times)) != table for times in ((3, 1, 3), (1, 3, 2), (2, 5, 3))]
+    assert ("--as-published" in line) == any(moved)
+    assert ("--no-pairs" in line) == any(len(step) > 1 for step in table.steps())
 
 
 def test_a_file_says_the_recipe_that_made_it(tmp_path, capsys):

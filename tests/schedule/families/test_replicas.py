@@ -66,6 +66,6 @@ def test_an_evaluation_copies_nothing_and_a_table_gets_its_copies_once():
 
 
 def test_a_recipe_says_that_it_has_them():
-    assert to_line(Recipe("1f1b", 4, 8, replicas=True)) == "1f1b --pp 4 --microbatches 8 --as-published --replicas"
+    assert to_line(Recipe("1f1b", 4, 8, replicas=True)) == "1f1b --pp 4 --microbatches 8 --replicas"
     assert {"1f1b", "zb-v"} <= set(SCHEDULES)
     assert with_replicas(build("1f1b", 2, 2)).kinds == {Kind.F, Kind.BW, Kind.P}
