@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from small_searches import MODEL, SLOW, found_by, page_of, run_search
@@ -17,9 +17,9 @@ from megapipe.commands.plan.search.like_yours import like_yours, narrowed
 from megapipe.commands.plan.search.listed.asked import ANYTHING, SearchRestrictions, asked_of
 from megapipe.commands.plan.search.listing import best_of
 from megapipe.commands.plan.search.report import UserPlan
-from megapipe.commands.plan.search.taken import names_layout, to_take
+from megapipe.commands.plan.search.taken import Advice, names_layout, to_take
 from megapipe.commands.plan.verdict import Machine
-from megapipe.config import Config
+from megapipe.config import Config, ParallelConfig
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB
@@ -135,12 +135,13 @@ def test_the_advice_is_the_last_of_the_page_and_reads_at_once(capsys, tmp_path):
     page = said.out.splitlines()
     (start,) = (n for n, text in enumerate(page) if text.startswith("take "))
     assert start > page.index(next(text for text in page if text.startswith("seconds of a step")))
-    assert page[-1].startswith("next: megapipe check with ")
-    assert all(text.startswith("  ") and len(text) <= 120 for text in page[start + 1 : -1] if "but" not in text)
+    assert page[-2].startswith("next: megapipe check with ")
+    assert all(text.startswith("  ") for text in (*page[start + 1 : -2], page[-1]))
+    assert max(map(len, page[start:])) <= 100
     number = numbers["take"]
     x = numbers["yours"] if number == "yours" else best[number - 1]
-    assert re.match(rf"take {number}: {x['schedule']}, .*pp \d.*, {x['step_s']:.4g} s, .* GiB to spare, ", page[start])
-    assert f"shows plan {x['plan']} again" in page[-1]
+    assert re.match(rf"take {number}: {x['schedule']}, .*pp \d.*, {x['step_s']:.4g} s, .* GiB to spare$", page[start])
+    assert f"shows plan {x['plan']} again" in page[-2]
     # The table compares the plan to take with the user's own.
     total = next(text.split() for text in page if text.startswith("all  "))
     assert total[1:3] == [f"{x['step_s']:.4f}", f"{numbers['yours']['step_s']:.4f}"]
@@ -187,13 +188,25 @@ def test_a_plan_that_is_as_fast_as_yours_is_no_advice():
     many = replace(plan(0, "zb-v"), config=plan(0, "zb-v").config.with_fields(vocab_parallel_pipeline=True))
     advice = to_take([many, plan(4.4, "zb-h1")], own, yours, Machine(GIB))
     assert advice.number == 1
-    take, gain, *rules = advice.lines(Machine(GIB), SLOW)
-    assert take.endswith("flags that differ from yours: 2 (--pipeline-schedule, --vocab-parallel-pipeline)")
+    take, differ, gain, *rules = advice.lines(Machine(GIB), SLOW)
+    assert take.endswith(" GiB to spare")
+    assert differ == "  flags that differ from yours: 2 (--pipeline-schedule, --vocab-parallel-pipeline)"
     assert gain == f"  yours takes {yours.step:.4g} s, 1.06 times as long"
     assert rules[:2] == ["  within 5% of the fastest: 1, 2", "  faster than yours by 5% or more: 1"]
     # Without room for yours there is nothing to keep.
     full = replace(yours, peak=2 * GIB)
     assert to_take([many, plan(4.4, "zb-h1")], own, full, Machine(GIB)).number == 2
+
+
+def test_lines_of_the_advice_fit_a_terminal_and_keep_the_names_of_flags_whole():
+    """One line had 241 columns, as it named six flags. A terminal broke it within them."""
+    (plan,) = found_by("--global-batch-size 4", 1, pp="1", schedule="1f1b", micro="1").best.values()
+    flags = tuple(f"--{field.name.replace('_', '-')}" for field in fields(ParallelConfig)[:9])
+    lines = Advice(1, plan, flags, (), ("word " * 40,)).lines(Machine(GIB), SLOW)
+    assert max(map(len, lines)) <= 100
+    words = " ".join(lines).split()
+    assert [word.strip("(),") for word in words if "--" in word] == [*flags]
+    assert words.count("word") == 40
 
 
 def test_memory_decides_before_flags_where_no_layout_is_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from megapipe.commands.plan.pasted import changed, chosen_fields
 from megapipe.commands.plan.search.hiding import hides_unmeasured
@@ -37,6 +38,8 @@ _LEAST_GAIN = 0.01
 """The least gain, as a fraction of the step, of a plan 1 that is named next to the one to take."""
 _SHARDED = "sharded weights"
 _AT_ONCE = "weights that are all gathered at once"
+_COLUMNS = 100
+"""The columns of a line of the advice. Longer lines are broken, but not within names of flags."""
 _OF_LAYOUT = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -87,19 +90,25 @@ class Advice:
         spare = (machine.limit - x.peak) / GIB
         first = f"take {self.number}: {x.schedule}, {', '.join(words)}, {x.step:.4g} s, "
         first += f"{spare:.3g} GiB to spare"
+        rules = [*self._gain(device), *self.rules]
         if self.changes is not None:
-            names = ", ".join(self.changes)
-            listed = f"{len(self.changes)} ({names})" if names else "none"
-            first += f", flags that differ from yours: {listed}"
+            names = f" ({', '.join(self.changes)})" if self.changes else ""
+            rules.insert(0, f"flags that differ from yours: {len(self.changes) or 'none'}{names}")
         flags = "the flags of this plan after yours"
         if self.number == YOURS:
             flags = "your flags as they are"
-        then = (
-            f"next: megapipe check with {flags} shows plan {digest(x.plan, x.config)} again. "
-            "Launch these by torchrun or scripts/ (docs/cluster.md, Launch)."
-        )
-        rules = [f"  {line}" for line in (*self._gain(device), *self.rules)]
-        return [first, *rules, *(f"  but {line}" for line in self.caveats), then]
+        said = [
+            first,
+            *(f"  {line}" for line in rules),
+            *(f"  but {line}" for line in self.caveats),
+            f"next: megapipe check with {flags} shows plan {digest(x.plan, x.config)} again.",
+            "  Launch these by torchrun or scripts/ (docs/cluster.md, Launch).",
+        ]
+        return [
+            row
+            for line in said
+            for row in wrap(line, _COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
+        ]
 
     def _gain(self, device: Device) -> list[str]:
         """Return a line on how much longer the user's own plan takes, if this is another one."""
