@@ -113,7 +113,7 @@ def memory_of(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def lacks_memory(error: Exception) -> bool:
+def lacks_memory(error: BaseException) -> bool:
     """Return whether an error says that no memory can hold a tensor, on a GPU or the host."""
     # torch has no exception class for missing memory of the host, or for too large a size.
     pattern = "allocate memory|out of memory|[Oo]verflow"

@@ -80,7 +80,7 @@ def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
 def failure(folder: Path | str, rank: int, error: BaseException) -> str:
     """Return a text on the failure of a rank that saves or loads a folder."""
     text = str(error) or type(error).__name__
-    if isinstance(error, Exception) and lacks_memory(error):
+    if lacks_memory(error):
         # Further lines have advice on allocators.
         text = f"no memory for its tensors: {text.splitlines()[0]}"
     note = room(error, folder) if isinstance(folder, Path) else ""

@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any, NamedTuple
 
+from torch.distributed import DistError
+
+from megapipe.distributed.device import lacks_memory
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.messages.transport import InFlight
 from megapipe.schedule import Exchange, Message
@@ -169,6 +172,41 @@ def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
     longest = max(reports, key=lambda rank: reports[rank].since_s)
     place = reports[longest].place
     return f"no message is missing; rank {longest} has been longest in its place, {place}"
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether an error is a failed message or collective, perhaps another rank's fault.
+
+    A lack of memory in a collective is this rank's own fault, whichever library met it.
+    """
+    if lacks_memory(error):
+        return False
+    of_gloo = any(part in str(error) for part in ("gloo", _CLOSED))
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_gloo)
+
+
+_CLOSED = "Application timeout caused pair closure"
+"""The text of gloo's error at ranks that wait for a rank that has timed out.
+
+It is the only one of its errors without the name gloo.
+"""
+
+
+def short(text: str) -> str:
+    """Return two words for a known error, such as `timed out`; else the text's first line.
+
+    The line is cut after 200 characters.
+    """
+    known = {
+        "Timed out": "timed out",
+        _CLOSED: "timed out",
+        "Connection closed": "connection closed",
+        "reset by peer": "connection lost",
+    }
+    for part, words in known.items():
+        if part in text:
+            return words
+    return text.split("\n")[0][:200]
 
 
 def _follow(reports: Mapping[int, Report], rank: int) -> tuple[int, str] | None:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from torch.distributed import DistError, DistStoreError, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, PrefixStore  # type: ignore[attr-defined]
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import UserError
@@ -28,7 +28,9 @@ from megapipe.pipeline_parallel.watch.diagnosis import (
     TERMINATED,
     Report,
     first_mismatch,
+    is_lost,
     report_of,
+    short,
 )
 
 T = TypeVar("T")
@@ -117,10 +119,11 @@ class Watch:
         if ours and self.mesh.store is not None:
             cause = None
             if not lost:
-                cause = f"{type(error).__name__}: {error}"
+                # In one line: an error of NCCL has several.
+                cause = " ".join(f"{type(error).__name__}: {error}".split())
                 with suppress(OSError):
                     traceback.print_exception(error)
-            report = report_of(self.mesh, _short(str(error)), cause)
+            report = report_of(self.mesh, short(str(error)), cause)
             self._failure = report, LOST if lost else FAULT
             self._bell.send(b"\0")
             self._thread.join()  # does not return: the thread ends the process
@@ -368,33 +371,3 @@ def _say(text: str) -> None:
 def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     os._exit(code)
-
-
-def is_lost(error: BaseException) -> bool:
-    """Return whether an error is a failed message or collective, perhaps another rank's fault."""
-    of_gloo = any(part in str(error) for part in ("gloo", _CLOSED))
-    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_gloo)
-
-
-_CLOSED = "Application timeout caused pair closure"
-"""The text of gloo's error at ranks that wait for a rank that has timed out.
-
-It is the only one of its errors without the name gloo.
-"""
-
-
-def _short(text: str) -> str:
-    """Return two words for a known error, such as `timed out`; else the text's first line.
-
-    The line is cut after 200 characters.
-    """
-    known = {
-        "Timed out": "timed out",
-        _CLOSED: "timed out",
-        "Connection closed": "connection closed",
-        "reset by peer": "connection lost",
-    }
-    for part, words in known.items():
-        if part in text:
-            return words
-    return text.split("\n")[0][:200]
