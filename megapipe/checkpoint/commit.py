@@ -79,10 +79,10 @@ def newest(root: Path) -> int | None:
             f"{root} is one checkpoint, and its folder was renamed; "
             "it was called iter_ and seven digits"
         )
+    # The pointer first: a save that ends meanwhile makes the folder before it points to it.
+    text = (root / POINTER).read_bytes() if (root / POINTER).exists() else None
     there = iterations_in(root)
-    try:
-        text = (root / POINTER).read_bytes()
-    except FileNotFoundError:
+    if text is None:
         # A folder has its name only when it is complete: the first save was cut off just before
         # its pointer.
         return there[-1] if there else None

@@ -124,6 +124,23 @@ def test_the_order_on_the_disk_names_nothing_before_it_is_there(tmp_path, monkey
     assert len(os.listdir("/proc/self/fd")) == before, "no handle stays open"
 
 
+def test_the_newest_is_found_while_a_save_ends(tmp_path, monkeypatch):
+    """A program that read the folder of a run was told: names iteration 7, but there is no iter_0000007."""
+    save(tmp_path, 6)
+    real, saved = os.listdir, []
+
+    def listdir(path):
+        found = real(path)
+        if not saved:
+            saved.append(7)
+            save(tmp_path, 7)
+        return found
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert commit.newest(tmp_path) == 6
+    assert commit.newest(tmp_path) == 7
+
+
 def test_a_save_begins_beside_what_is_there(tmp_path):
     """The pointer was moved back by hand, which is Megatron's way to roll back."""
     for iteration in (6, 7):
