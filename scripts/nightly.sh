@@ -12,7 +12,7 @@ NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict # the docs as a site, in r
 export OMP_NUM_THREADS=1 MEGAPIPE_NIGHTLY=1
 # Every file of tests that has more at night.
 # shellcheck disable=SC2046  # the names are words
-WORKERS=0 bash scripts/test.sh $(grep -rlE 'MEGAPIPE_NIGHTLY|SPLIT_STEPS' tests --include='test_*.py' | sort)
+WORKERS=0 bash scripts/test.sh $(grep -rlE 'MEGAPIPE_NIGHTLY|SPLIT_STEPS|by_night' tests --include='test_*.py' | sort)
 python -m tools.proofs.cover --strength 2 --seed "${SEED:-$(date +%j)}" # --strength 3 is a night of its own
 python tools/proofs/fuzz_equivalence.py --seconds "$((60 * ${MINUTES:-30}))" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/fuzz_post_validation.py --cases "${CASES:-300}" --seed "${SEED:-$(date +%j)}"

@@ -103,7 +103,7 @@ def test_what_nccl_says_is_told_to_its_last_line(monkeypatch):
 
 def test_processes_that_make_a_second_mesh_meet_again():
     """It read the addresses of the first one's peers: "Connection refused" on one rank, a RuntimeError on the other."""
-    said = run_ranks(2, [Path(__file__).parents[1] / "support/three_meshes.py"])
+    said = run_ranks(2, [Path(__file__).parent / "three_meshes.py"])
     assert sorted(line for line in said.splitlines() if "stages" in line) == [
         *["1 stages, sum 2"] * 4,
         *["2 stages, sum 2"] * 2,
@@ -113,7 +113,7 @@ def test_processes_that_make_a_second_mesh_meet_again():
 @pytest.mark.parametrize("world", ["own", "guest"])
 def test_a_mesh_is_there_when_every_rank_has_made_its_groups(world, tmp_path):
     """A rank that closed its mesh at once cut off a slower one: "Gloo connectFullMesh failed"."""
-    program = Path(__file__).parents[1] / "support/late_groups.py"
+    program = Path(__file__).parent / "late_groups.py"
     said = run_ranks(2, [program, tmp_path / "made", world])
     assert said.splitlines().count("all groups are made: True") == 2
 
