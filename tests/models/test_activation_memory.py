@@ -18,7 +18,7 @@ from megapipe.plan.pieces import pieces
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
-S, B, H, A = 128, 2, 256, 8
+S, B, H, A = 32, 2, 256, 8
 GPT2_OF_256 = replace(GPT2, hidden_size=H, num_attention_heads=A, max_position_embeddings=S)
 
 
@@ -99,7 +99,7 @@ def test_the_plan_predicts_what_a_layer_holds_with_attention_dropout(dropout):
         {"softmax_scale": 0.5},
         {"softmax_type": "learnable"},
         {"keys_as_values": True},
-        {"attention_chunk_size": 100},
+        {"attention_chunk_size": 25},
         {"layer_scalar": True},
         {"attn_logit_softcapping": 5.0},
         {"qk_layernorm": True, "qk_layernorm_all_heads": True},

@@ -180,9 +180,9 @@ def test_what_attention_holds_inside_a_window_is_counted_to_a_hundredth(heads, w
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     model = replace(STYLES["gpt2"], **sizes, **HEADS[heads], no_mlp=True, window_size=window)
     turned = 64 if model.position_embedding_type == "rope" or model.multi_latent_attention else 0
-    tables = 1024 * turned * 4  # cosine and sine, which all layers share
-    held = pieces(model, 1024, 2, element_bytes=2).layers[0].held
-    assert held + tables == pytest.approx(bytes_of(model, ALONE, 1024), rel=0.01)
+    tables = 512 * turned * 4  # cosine and sine, which all layers share
+    held = pieces(model, 512, 2, element_bytes=2).layers[0].held
+    assert held + tables == pytest.approx(bytes_of(model, ALONE, 512), rel=0.01)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -192,9 +192,9 @@ def test_what_attention_of_all_tokens_holds_is_counted_to_the_byte(heads, dropou
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "attention_dropout": dropout, "hidden_dropout": 0.0}
     model = replace(STYLES["gpt2"], **sizes, **HEADS[heads], no_mlp=True)
     turned = 64 if model.position_embedding_type == "rope" or model.multi_latent_attention else 0
-    tables, norm = 1024 * turned * 4, 2 * 1024 * 4
-    held = pieces(model, 1024, 2, element_bytes=2).layers[0].held
-    assert held + tables + norm == bytes_of(model, ALONE, 1024)
+    tables, norm = 256 * turned * 4, 2 * 256 * 4
+    held = pieces(model, 256, 2, element_bytes=2).layers[0].held
+    assert held + tables + norm == bytes_of(model, ALONE, 256)
 
 
 def test_what_the_projection_of_latent_attention_keeps_goes_by_its_name():
