@@ -41,6 +41,9 @@ def case_of(schedule: str, pp: int, layers: int, **settings) -> Case:
 NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))
 FEW = ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "dualpipe", "dualpipe-v", "zb-auto")
 SPREAD = tuple(SCHEDULES) if NIGHTLY else FEW
+STEPS = (
+    2 if NIGHTLY else 1
+)  # by day float32 and processes below take more: what a step leaves to the next is seen there
 ONE_COPY = [name for name in SPREAD if SCHEDULES[name].copies == 1]
 
 # (tp, dp), and which of two pairs of tied x recomputed a schedule is split with; nightly pp alone has both.
@@ -55,7 +58,7 @@ def test_every_schedule_trains_what_one_process_trains(schedule, split, pairs):
     layers = 4 if NIGHTLY or schedule == "1f1b" else 2  # two on each rank, or one on each stage
     for layout, chosen in layouts:
         sizes = dict(zip(("tp", "dp"), layout, strict=True))
-        cases = [case_of(schedule, 2, layers, tied=tied, recompute=how, steps=2, **sizes) for tied, how in chosen]
+        cases = [case_of(schedule, 2, layers, tied=tied, recompute=how, steps=STEPS, **sizes) for tied, how in chosen]
         ranks = run_threads(lambda mesh: [train(mesh, case) for case in cases], pp=2, **sizes, timeout_s=60)  # noqa: B023
         for case, outcomes in zip(cases, zip(*ranks, strict=True), strict=True):
             assert differences(case, outcomes) == []
@@ -63,8 +66,7 @@ def test_every_schedule_trains_what_one_process_trains(schedule, split, pairs):
 
 @pytest.mark.parametrize(("schedule", "style"), list(zip(SPREAD, cycle(["gpt2", "llama"]))))
 def test_four_ranks_train_what_one_process_trains(schedule, style):
-    steps = 2 if NIGHTLY else 1
-    case = case_of(schedule, 4, 4, style=style, tied=style == "gpt2", variable=style == "llama", steps=steps)
+    case = case_of(schedule, 4, 4, style=style, tied=style == "gpt2", variable=style == "llama", steps=STEPS)
     assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=4, timeout_s=60)) == []
 
 
@@ -131,8 +133,8 @@ CONTEXT = {"p2p": (2, 1, 1), "all_gather": (2, 2, 1), "a2a": (2, 1, 2)}  # cp, t
 def test_context_parallel_ranks_train_what_one_process_trains(schedule, way, settings):
     """With dropout. The fuzzer draws all schedules and ways."""
     cp, tp, dp = CONTEXT[way]
-    steps = 2 if NIGHTLY else 1  # the loss of a validation after a step tells of its update
-    case = case_of(schedule, 2, 1, cp=cp, tp=tp, dp=dp, way=way, steps=steps, style="llama", **settings)
+    # The loss of a validation after a step tells of its update.
+    case = case_of(schedule, 2, 1, cp=cp, tp=tp, dp=dp, way=way, steps=STEPS, style="llama", **settings)
     ranks = run_threads(lambda mesh: train(mesh, case), cp=cp, tp=tp, dp=dp, pp=2, timeout_s=120)
     assert differences(case, ranks) == []
 
