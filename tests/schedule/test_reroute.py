@@ -1,9 +1,11 @@
 """A lost rank's passes go to its peers: a sound table, nothing else moves, at most d/(d-1) of a step."""
 
 from collections import Counter
+from itertools import cycle, product
 from random import Random
 
 import pytest
+from nightly import by_night
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, Kind, build, simulate, verify
@@ -21,8 +23,7 @@ def owner(table, replicas, lost, item):
     return replica, microbatch, table.placement.position(item.stage % table.placement.chain)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, replicas", by_night(product(NAMES, [2, 4]), day=zip(NAMES, cycle([2, 4]))))
 def test_the_table_is_sound_and_every_pass_of_every_replica_is_in_it_once(name, replicas):
     table = build(name, 4, 8)
     found = reroute(table, replicas, (1, 2), COSTS)
@@ -52,8 +53,7 @@ def test_others_keep_their_rows_and_peers_the_order_of_their_own_passes(name):
             assert {x.microbatch % 3 for x in adopted} <= {lost[0]}
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, replicas", by_night(product(NAMES, [2, 3, 4]), day=zip(NAMES, cycle([3, 2, 4]))))
 def test_a_step_takes_no_longer_than_if_all_work_of_the_replica_were_divided(name, replicas):
     table = build(name, 4, 8)
     healthy = simulate(table, COSTS).makespan
