@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
+from nightly import by_night
 
 from tools.proofs.megatron_golden import LAYOUTS, differences, trained
 
@@ -27,8 +27,7 @@ def fits(name: str, layout: str) -> bool:
     return layout != "ep-tp" and depths >= layout.startswith("mtp") and depths <= (not layout.startswith("e"))
 
 
-FEW = [("mixtral/z", "one"), ("mixtral/expert-bias", "zb-v"), ("mixtral/z", "ep")]
-FEW += [("mtp/two", "one"), ("mtp/two", "mtp-zb-v")]
+FEW = [("mixtral/z", "one"), ("mixtral/expert-bias", "zb-v"), ("mixtral/z", "ep"), ("mtp/two", "mtp-zb-v")]
 ALL = [(name, layout) for name in CASES for layout in LAYOUTS if fits(name, layout)]
 
 
@@ -48,7 +47,7 @@ def numbers_of(folder):
     return cache(lambda name, layout: trained(folder, CASES[name], name, layout))
 
 
-@pytest.mark.parametrize(("name", "layout"), ALL if os.environ.get("MEGAPIPE_NIGHTLY") else FEW)
+@pytest.mark.parametrize(("name", "layout"), by_night(ALL, day=FEW))
 def test_experts_and_depths_train_as_in_megatron(numbers_of, name, layout):
     assert list(differences(CASES[name], numbers_of(name, layout))) == []
 

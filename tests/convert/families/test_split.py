@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from nightly import by_night
 
 from megapipe.convert import SavedTensors
 from megapipe.models.attention import heads
@@ -16,10 +17,10 @@ from tools.proofs.families.split import Model, compared, config_in, other_keys
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(
-    ("family", "layouts"),
-    [("gemma2", "tp pp cp"), ("gpt_oss", "tp pp cp ep"), ("olmo3", "tp pp cp"), ("glm4_moe", "tp pp ep")],
-)
+LAYOUTS = {"gpt_oss": "tp pp cp ep", "olmo3": "tp pp cp", "gemma2": "tp pp cp", "glm4_moe": "tp pp ep"}
+
+
+@pytest.mark.parametrize(("family", "layouts"), by_night(LAYOUTS.items(), day=[*LAYOUTS.items()][:2]))
 def test_two_ranks_compute_and_train_what_transformers_and_one_process_do(family, layouts, tmp_path):
     """`python -m tools.proofs.families.split` draws four models of every family, and exports their checkpoints."""
     counts = Counter()
