@@ -15,7 +15,7 @@ from megapipe.config import Config
 from megapipe.flags.parse import parse
 
 FLAG = "--vocab-parallel-pipeline"
-LINE = "--global-batch-size 16 --world-size 4 --vocab-size 8000 --padded-vocab-size 8192 "
+LINE = "--global-batch-size 8 --world-size 4 --vocab-size 8000 --padded-vocab-size 8192 "
 LINE += "--without sharding moves hiding"
 RATES = {"flops": 1e11, "inside": 1e9, "outside": 1e9, "overhead": 1e-6, "latency": 1e-6}
 DEEP = "--num-layers 8 --fix recompute --among pp=4 micro=1 schedule=1f1b,zb-v"
