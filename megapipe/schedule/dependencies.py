@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise, takewhile
 
 from megapipe.schedule.families import FAMILIES
@@ -22,8 +23,7 @@ _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT, *OF_SLICES}
 class Dependencies:
     """The dependencies of a table's passes.
 
-    `of` returns the passes that one pass waits for. `beyond_microbatch` returns such passes for
-    every pass of the table, without passes of its own microbatch.
+    `of` returns the passes that one pass waits for.
 
     Args:
         schedule: the table; its passes are read once.
@@ -57,18 +57,6 @@ class Dependencies:
         if item in self._before:
             makers.append(self._before[item])
         return makers
-
-    def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
-        """Return {pass: passes that it waits for and that are not of its own microbatch}.
-
-        Passes that wait only for passes of their own microbatch are left out.
-        """
-        found = {}
-        for item in self._there:
-            makers = self.of(item, beyond=True)
-            if makers:
-                found[item] = makers
-        return found
 
     def _makers(self, item: Pass, need: Need) -> Iterator[Pass]:
         if need.where is Where.RUN:
@@ -115,6 +103,20 @@ class Dependencies:
         }
         document = schedule.document(item)
         return [(number, other) for other in others[need.where] if other in document]
+
+
+@lru_cache(1)  # a table of several steps is simulated under several costs
+def beyond_microbatch(schedule: Schedule) -> dict[Pass, list[Pass]]:
+    """Return {pass: passes that it waits for and that are not of its own microbatch}.
+
+    Passes that wait only for passes of their own microbatch are left out.
+    """
+    needs = Dependencies(schedule)
+    found = {}
+    for item in schedule.passes():
+        if makers := needs.of(item, beyond=True):
+            found[item] = makers
+    return found
 
 
 def wrong_documents(schedule: Schedule) -> str | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.dependencies import Dependencies, is_beyond
+from megapipe.schedule.dependencies import Dependencies, beyond_microbatch, is_beyond
 from megapipe.schedule.kinds import COPIES, Kind, Lane, Made, Where
 from megapipe.schedule.memory.held import memory_steps as memory_steps
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
@@ -317,7 +317,7 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
     # The first slice of a document needs nothing before it, the last nothing after it. So results
     # at the empty places have been there since time 0.
     used = {stage * m + slot for stage in range(place.num_stages) for slot in at}
-    gaps = [-1, *({*range(place.num_stages * m)} - used)]
+    gaps = [-1, *{*range(place.num_stages * m)} - used]
     for rows in schedule.needs.values():
         for need in rows:
             if need.where in _ASIDE:
@@ -331,7 +331,7 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
     others: dict[Pass, list[tuple[Pass, float]]] = {}
     waiters: dict[Pass, set[int]] = {}
     if beyond:
-        for item, wanted in Dependencies(schedule).beyond_microbatch().items():
+        for item, wanted in beyond_microbatch(schedule).items():
             others[item] = [(maker, _travels(maker, item, place, costs)) for maker in wanted]
             for maker in wanted:
                 waiters.setdefault(maker, set()).add(place.rank_of[item.stage])

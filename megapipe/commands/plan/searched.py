@@ -23,6 +23,7 @@ from megapipe.commands.plan.search.judged.found import SearchResults
 from megapipe.commands.plan.search.judged.judging import Tell
 from megapipe.commands.plan.search.like_yours import like_yours, narrowed
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions, asked_of
+from megapipe.commands.plan.search.listed.cells import WITHOUT_BARRIER
 from megapipe.commands.plan.search.listing import best_of
 from megapipe.commands.plan.search.report import UserPlan, report, summary
 from megapipe.commands.plan.search.search import search
@@ -194,8 +195,13 @@ def sought(own: Config, flags: SearchFlags) -> Sought:
     if problems or devices is None or asked is None:
         raise ConfigError(problems)
     # A plan with such communication keeps the user's overlap of it; a pipeline, its vocabulary.
-    kept = {name: getattr(own.parallel, name) for name in (*OVERLAP, "vocab_parallel_pipeline")}
-    return Sought(config.with_fields(**kept), devices, asked)
+    kept: tuple[str, ...] = (*OVERLAP, "vocab_parallel_pipeline")
+    late = {name: getattr(own.parallel, name) for name in WITHOUT_BARRIER}
+    # Flags of the model or of training may exclude it, such as --mtp-num-layers.
+    if not flag_problems(config.with_fields(**late)):
+        kept += WITHOUT_BARRIER
+    config = config.with_fields(**{name: getattr(own.parallel, name) for name in kept})
+    return Sought(config, devices, asked)
 
 
 def searched(

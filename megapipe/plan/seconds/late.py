@@ -9,6 +9,7 @@ and ends last. Under schedules whose ranks all work for as long, such as zb-h2, 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megapipe.config import Config
@@ -19,7 +20,7 @@ from megapipe.plan.seconds.replicas import after_passes
 from megapipe.plan.seconds.update import update_of
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.passes import repeated
-from megapipe.schedule.simulate import SimulatedTimes, run_clock
+from megapipe.schedule.simulate import SimulatedTimes, run_clock, uncollected
 
 _STEPS = 4
 """Steps that are simulated one after another. The first two fill the pipeline."""
@@ -55,7 +56,7 @@ def took(table: Schedule, config: Config, costs: Costs, clock: SimulatedTimes) -
         clock: their times in a step that begins on all ranks at once.
     """
     if is_late(config):
-        return _each(whole_step(table, config, costs), costs)
+        return _each(_several(table, config, costs), costs)
     return max(map(max, clock.end))
 
 
@@ -66,6 +67,7 @@ def late_parts(
     table: Schedule,
     clock: SimulatedTimes,
     costs: Costs,
+    makespan: float,
 ) -> LateParts:
     """Return the seconds by which sums, gathers and updates make one of many steps longer.
 
@@ -73,8 +75,9 @@ def late_parts(
         table: the passes of a step, without its end.
         clock: their times, without its end.
         costs: the times of the passes.
+        makespan: the seconds of the passes, as `took` returns them.
     """
-    whole = whole_step(table, config, costs)
+    steps = _several(table, config, costs)
     sent = after_passes(plan, config, device, table, clock)
     updates = [update_of(plan, config, device, [stage]) for stage in range(len(sent))]
     gathers = tuple(x.gather for x in sent)
@@ -86,19 +89,30 @@ def late_parts(
         at_end |= {"a": 0.0, "u": gathers}
     summed = replace(costs, **at_end)
     both = tuple(map(sum, zip(at_end["u"], updates, strict=True)))
-    steps = [_each(whole, one) for one in (costs, summed, replace(summed, u=both))]
-    return LateParts(steps[1] - steps[0], steps[2] - steps[1])
+    with_sums = _each(steps, summed)
+    return LateParts(with_sums - makespan, _each(steps, replace(summed, u=both)) - with_sums)
 
 
+@lru_cache(maxsize=1)  # the times of one plan need it several times
+def _several(table: Schedule, config: Config, costs: Costs) -> Schedule:
+    """Return a table of _STEPS steps that follow each other, with all their passes.
+
+    Args:
+        table: the passes of a step, without its end.
+    """
+    return repeated(whole_step(table, config, costs), _STEPS)
+
+
+@uncollected()
 def _each(table: Schedule, costs: Costs) -> float:
     """Return the seconds from the end of a step to the end of the next, after some steps.
 
     Args:
-        table: all passes of a step.
+        table: all passes of _STEPS steps.
     """
-    clock = run_clock(repeated(table, _STEPS), costs)
+    clock = run_clock(table, costs)
     ends = []
     for steps in (_STEPS // 2, _STEPS):
-        counts = [steps * len(row) for row in table.ranks]
+        counts = [steps * len(row) // _STEPS for row in table.ranks]
         ends.append(max(max(row[:n]) for row, n in zip(clock.end, counts, strict=True) if n))
     return (ends[1] - ends[0]) / (_STEPS - _STEPS // 2)

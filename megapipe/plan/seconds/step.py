@@ -109,11 +109,14 @@ def timed(plan: Plan, config: Config, device: Device) -> TimedPlan:
     clock = run_clock(schedule, costs)
     makespan = took(schedule, config, costs, clock)
     # Before the gathers of sharded weights, whose passes are no work.
-    plain_clock = clock if plain is schedule else run_clock(plain, costs)
-    of_passes = took(plain, config, costs, plain_clock)
+    plain_clock = clock
+    of_passes = makespan
+    if plain is not schedule:
+        plain_clock = run_clock(plain, costs)
+        of_passes = took(plain, config, costs, plain_clock)
     moves = makespan - of_passes
     if is_late(config):
-        at_end, updated = late_parts(plan, config, device, schedule, clock, costs)
+        at_end, updated = late_parts(plan, config, device, schedule, clock, costs, makespan)
     else:
         at_end = exposed(plan, config, device, schedule, clock)
         updated = update(plan, config, device)

@@ -90,3 +90,33 @@ def test_how_much_is_recomputed_leaves_with_what_is():
         if x.config.model.recompute_granularity == "selective":
             names = names[1:]
         assert left == ([] if recomputes_all else names)
+
+
+LATE = "--enable-optimizer-post-validation"
+
+
+def test_post_validation_stays_in_plans_that_a_run_accepts_with_it(capsys, tmp_path):
+    """Each plan of a zb-h2 user's search took it back, so that his step alone was timed without a barrier."""
+    (tmp_path / "rates.json").write_text(json.dumps({"flops": 1e11, "inside": 1e9, "outside": 1e8, "node": 2}))
+    line = f"--global-batch-size 16 --world-size 4 --pipeline-model-parallel-size 4 --rates {tmp_path / 'rates.json'}"
+    line += f" --pipeline-schedule zb-h2 {LATE} --post-validation-after 3"
+    few = "--memory-gib 0.02 --reserved-gib 0 --among tp=1 cp=1 micro=1 recompute=none pp=1,4"
+    best, said = run_search(f"{line} {few}", capsys, tmp_path)
+    refused = [not {"--use-megatron-fsdp", "--vocab-parallel-pipeline"}.isdisjoint(x["flags"]) for x in best]
+    assert {*refused} == {True, False}
+    for found, without in zip(best, refused, strict=True):
+        assert (LATE in found["flags"]) != without
+        assert found["leave_out"] == [LATE, "--post-validation-after"] * without
+        check(parse(Config, [*MODEL.split(), *line.split(), *found["flags"], "--check"]))
+        checked = capsys.readouterr().out
+        assert f"\nplan {found['plan']}\n" in checked
+        assert f"predicted step {found['step_s']:.4g} s" in checked
+    assert said.out.count(", without a barrier") == refused.count(False) + len(["yours"])
+    assert "without a barrier: the seconds from the end of a step to the end of the next" in said.out
+
+
+def test_post_validation_that_a_run_refuses_in_every_layout_is_taken_back(capsys, tmp_path):
+    line = f"--global-batch-size 4 --world-size 2 --mtp-num-layers 1 {LATE}"
+    best, _ = run_search(line, capsys, tmp_path)
+    assert best
+    assert all(x["leave_out"] == [LATE] for x in best)

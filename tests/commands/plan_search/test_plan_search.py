@@ -18,9 +18,11 @@ from small_searches import MODEL, SLOW, found_by, page_of, run_search
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.main import main
 from megapipe.commands.plan.pasted import flags_of, pasted
+from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.judged.timed import table
 from megapipe.commands.plan.search.judged.workers import Workers
 from megapipe.commands.plan.search.listed.asked import SearchRestrictions
+from megapipe.commands.plan.search.listed.bounds import Counted, fill
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.verdict import Machine
@@ -111,6 +113,15 @@ def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, 
     check(parse(Config, [*flags, *flags_of(first.config), "--check", "--world-size", str(gpus)]))
     assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
     assert pasted(first.config) in page_of(found, Machine(memory * GIB))
+
+
+def test_the_bound_of_a_step_without_a_barrier_has_no_start_of_the_pipeline():
+    """Ranks spend it on the step before: the bound of a zb-h2 plan was longer than its step."""
+    own = "--padded-vocab-size 128 --num-layers 16 --global-batch-size 8 --pipeline-model-parallel-size 4"
+    late = f"{MODEL} {own} --pipeline-schedule zb-h2 --enable-optimizer-post-validation"
+    config = replace(parse(Config, late.split()), world_size=4)
+    least = Counted().least(config, SLOW)
+    assert least.work("zb-h2") + fill(least, 4, "zb-h2", None) <= of_run(config, SLOW).step
 
 
 @pytest.mark.parametrize("schedule, ranks", [("1f1b", 4), ("zb-v", 2)])

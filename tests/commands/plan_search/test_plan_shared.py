@@ -56,6 +56,15 @@ def test_the_users_own_shared_vocabulary_stays_in_pipelines(line, capsys, tmp_pa
     assert all(FLAG in x["flags"] and not x["leave_out"] for x in found)
 
 
+def test_only_plans_with_a_shared_vocabulary_take_post_validation_back(line, capsys, tmp_path):
+    """A run refuses both, so that a zb-h2 user's shared plans, and no others, wait at the end of a step."""
+    found, said = run_search(f"{line} {DEEP} --enable-optimizer-post-validation", capsys, tmp_path)
+    shared = [FLAG in x["flags"] for x in found]
+    assert {*shared} == {True, False}
+    assert [x["leave_out"] for x in found] == [["--enable-optimizer-post-validation"] * one for one in shared]
+    assert said.out.count(", without a barrier; plan") == shared.count(False) + len(["yours"])
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_shared_vocabulary_has_to_gain_a_percent(own):
     line = "--global-batch-size 16 --padded-vocab-size 1024 --pipeline-model-parallel-size 2"

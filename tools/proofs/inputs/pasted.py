@@ -51,6 +51,7 @@ OWN = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
     "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
     "--pipeline-model-parallel-size 2 --pipeline-slices 2",
+    "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h2 --enable-optimizer-post-validation",
 )
 RATES: tuple[dict[str, float], ...] = (
     {},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from megapipe.commands.plan.pasted import pasted
 from megapipe.commands.plan.search.compared import has_units
@@ -24,11 +25,14 @@ from megapipe.commands.plan.verdict import (
 from megapipe.config import Config
 from megapipe.plan import GIB
 from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.late import LATE, is_late
 from megapipe.plan.seconds.page import digest, in_short, numbers, recomputes
 from megapipe.plan.seconds.step import TimedPlan
 from megapipe.schedule import Kind
 
 EQUAL = f"equal in time, within {CLOSE:.0%}: "
+_COLUMNS = 98
+"""The columns of a line on what the figures mean, without its indent."""
 _LEAN = 0.5
 """The fraction of the memory that plans may take from which a line says how to ask for less."""
 _NO_PIPELINE = (
@@ -124,7 +128,9 @@ def report(
     if min(x.peak for x in best) > _LEAN * machine.limit:
         lines.append(_leaner(machine))
     lines.append(f"the other plans: {_lost(found)}")
-    return ended + "\n".join([*lines, *_meaning(best)])
+    late = any(is_late(x.config) for x in best)
+    late |= yours is not None and yours.plan is not None and is_late(yours.plan.config)
+    return ended + "\n".join([*lines, *_meaning(best, late=late)])
 
 
 def _leaner(machine: Machine) -> str:
@@ -137,13 +143,14 @@ def _leaner(machine: Machine) -> str:
     )
 
 
-def _meaning(best: list[TimedPlan]) -> list[str]:
+def _meaning(best: list[TimedPlan], *, late: bool) -> list[str]:
     """Return a heading, and lines on what the figures of a page mean and how sure they are.
 
     tools/bench/published has measured the errors of predictions.
 
     Args:
         best: the plans of the list, fastest first.
+        late: whether steps of some plans end without a barrier.
     """
     differ = "schedule or recomputation differs"
     others = "others not known"
@@ -154,6 +161,7 @@ def _meaning(best: list[TimedPlan]) -> list[str]:
     lines = [
         RESERVED,
         HOST,
+        *wrap(LATE * late, _COLUMNS),
         "how sure: seconds are off by 12% on average, 43% at most (29 published runs); ratios by",
         f"less than {CLOSE:.0%} if only {differ} (30 pairs), {others}",
         "assumed: pairs of passes and --tp-comm-overlap hide messages under products; no GPU "
@@ -232,6 +240,8 @@ def summary(x: TimedPlan, device: Device) -> str:
     text += f"recomputes {recomputes(config.model) or 'nothing'}"
     if config.parallel.vocab_parallel_pipeline:
         text += ", vocabulary on all pipeline ranks"
+    if is_late(config):
+        text += ", without a barrier"
     text += _paired(x)
     if config.overlaps_tp:
         text += ", tensor-parallel messages overlapped"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from megapipe.commands.plan.search.hiding import promising, with_switch
 from megapipe.commands.plan.search.judged.screen import ExtrapolatedPlan, kind_of
 from megapipe.commands.plan.search.listed.asked import VOCABULARY, SearchRestrictions
-from megapipe.commands.plan.search.listed.cells import under
+from megapipe.commands.plan.search.listed.cells import under, with_barrier
 from megapipe.config import Config
 from megapipe.plan import pieces_of
 from megapipe.plan.seconds.page import recomputes
@@ -63,7 +63,9 @@ def sharing(
         even = replace(x, config=under(x.config, name, chunks))
         stages = x.layout[2] * (chunks or SCHEDULES[name].chunks or 1)
         more = stages * x.config.num_microbatches
-        for shared in with_switch(even, "vocab_parallel_pipeline"):
+        # A run refuses --enable-optimizer-post-validation with it.
+        waits = replace(even, config=with_barrier(even.config))
+        for shared in with_switch(waits, "vocab_parallel_pipeline"):
             if forwards + more > _FORWARDS and not own:
                 continue
             forwards += more

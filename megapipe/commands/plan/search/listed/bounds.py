@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megapipe.config import Config
 from megapipe.plan import ModelWork, pieces_of
 from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.late import is_late
 from megapipe.plan.seconds.messages import of_layer
 from megapipe.plan.seconds.replicas import OfRank, sent
 from megapipe.plan.state import bytes_of_parameter
@@ -29,6 +30,8 @@ class Least(NamedTuple):
             communication.
         forward, backward, weights: seconds of one microbatch in the whole model: of the forward,
             the backward of inputs, and the backward of weights.
+        overlaps: whether a rank begins the next step while others end this one, so that none waits
+            for the pipeline to fill.
         state: bytes of weights, gradients and optimizer state that a rank keeps at least, as a mean
             over the ranks; 0 if it is not counted, for sharded gradients.
     """
@@ -38,6 +41,7 @@ class Least(NamedTuple):
     forward: float
     backward: float
     weights: float
+    overlaps: bool
     state: float
 
     def work(self, name: str) -> float:
@@ -121,15 +125,16 @@ class Counted:
         # Where passes may hide communication, the bound leaves it out.
         reduce, gather = sent(mean, cell, device)
         at_end = 0.0
-        if not par.overlap_grad_reduce:
+        late = is_late(cell)
+        if not (par.overlap_grad_reduce or late):
             at_end += reduce
-        if not cell.gathers_later:
+        if not (cell.gathers_later or late):
             at_end += gather
         state = 0.0
         if not par.shards_grads:
             state += mean.dense * bytes_of_parameter(cell, ())[0]
             state += mean.experts * bytes_of_parameter(cell, (), experts=True)[0]
-        return Least(step + at_end, paired + at_end, f, b, w, state)
+        return Least(step + at_end, paired + at_end, f, b, w, late, state)
 
 
 def fill(least: Least, ranks: int, name: str, chunks: int | None) -> float:
@@ -143,6 +148,8 @@ def fill(least: Least, ranks: int, name: str, chunks: int | None) -> float:
         name: the schedule's name.
         chunks: stages on each rank; None for the schedule's own number.
     """
+    if least.overlaps:
+        return 0.0
     entry = SCHEDULES[name]
     if entry.copies > 1:
         # Two copies of the model fill the pipeline from both ends.

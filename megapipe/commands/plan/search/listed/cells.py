@@ -35,6 +35,8 @@ _CHUNKS = (2, 4)
 _UNITS = (2, 4, 8, 16, 32)
 # The same on one rank, where each stage is reduced and gathered once a step.
 _REDUCED = (4, 8)
+WITHOUT_BARRIER = ("enable_optimizer_post_validation", "post_validation_after")
+"""Fields of updates that do not wait for other ranks."""
 
 
 def cell_of(
@@ -52,7 +54,8 @@ def cell_of(
 
     Args:
         config: the user's configuration, whose parallel sizes and recomputation are replaced. Its
-            flags that overlap data-parallel communication stay if gradients are not sharded.
+            overlap of data-parallel communication and its --enable-optimizer-post-validation stay
+            if gradients are not sharded.
         gpus: the number of processes.
         layout: (tp, cp, pp, micro batch size, ep, etp).
         recompute: the value of --recompute-granularity; None for no recomputation.
@@ -62,7 +65,8 @@ def cell_of(
     tp, cp, pp, micro, ep, etp = layout
     # The default is tp, and a flag at its default need not be pasted.
     own_etp = None if etp == tp else etp
-    given = config.parallel
+    # A run refuses --enable-optimizer-post-validation with sharded gradients.
+    given = with_barrier(config).parallel if shards else config.parallel
     zero_1 = gpus > tp * pp and not shards
     reduces = zero_1 and given.overlap_grad_reduce
     # 1F1B stands for any schedule here; a candidate of the search replaces it.
@@ -81,6 +85,7 @@ def cell_of(
         overlap_param_gather=reduces and given.overlap_param_gather,
         ddp_bucket_size=given.ddp_bucket_size if reduces else None,
         ddp_num_buckets=given.ddp_num_buckets if reduces else None,
+        **{name: getattr(given, name) for name in WITHOUT_BARRIER},
     )
     model = config.model
     partial = None
@@ -114,6 +119,12 @@ def cell_of(
     )
     config = config.with_fields(micro_batch_size=micro)
     return replace(config, parallel=parallel, model=model, world_size=gpus)
+
+
+def with_barrier(config: Config) -> Config:
+    """Return the configuration without --enable-optimizer-post-validation."""
+    default = ParallelConfig()
+    return config.with_fields(**{name: getattr(default, name) for name in WITHOUT_BARRIER})
 
 
 def expert_grids(
