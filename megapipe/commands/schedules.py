@@ -28,7 +28,7 @@ from megapipe.data.files import file_problems, folder_problems, write_complete
 from megapipe.doors import as_called
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, entry_of, is_file
 from megapipe.schedule.catalogue import own_entry
-from megapipe.schedule.costs import ATTENTION, SHARES
+from megapipe.schedule.costs import ATTENTION, SHARES, UNIT
 from megapipe.schedule.passes import repeated
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.recipe import Recipe
@@ -196,15 +196,13 @@ def run_compare(args: Namespace) -> int:
     svg = args.svg and str(args.svg)
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
+    says_costs = args.costs != [UNIT]
     # Each of several --costs gets the numbers of the other flags.
-    costs = []
+    complete = []
     for cost in args.costs:
         attending = _attending(_priced(cost, args.comm_share), args, args.files)
-        costs.append(stated(attending, args))
-    # Of several costs each might have units of its own, and a limit is in the same unit for all.
-    units: list[str] = []
-    if len(costs) == 1:
-        costs[0], args.memory, units = in_units(costs[0], args.memory)
+        complete.append(stated(attending, args))
+    costs, args.memory, units = in_units(complete, args.memory)
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
     refuse_idle(args, {NO_LIMIT: args.copies in ("fits", "needed") and args.memory is None})
     # The parts are the same for every point, so passes of the step get the first costs.
@@ -219,8 +217,8 @@ def run_compare(args: Namespace) -> int:
         )
     slices = cutting(args) if args.slices else None
     names = [*(args.only or SCHEDULES), *args.files]
-    for line in units:
-        print(line)
+    if says_costs:
+        print(units)
     # Tables with pairs have columns of their own, and no advice.
     if args.pairs:
         _refuse_with_pairs(args, parts, figure)

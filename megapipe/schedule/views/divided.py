@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megapipe.schedule.costs import ATTENTION, SHARES, Costs
+from megapipe.schedule.costs import ATTENTION, SHARES, UNIT, Costs
 
 _WHOLE = ("mem_p", "mem_r")
 """Memory that each part of a stage needs whole: what a pass needs while it runs, and its input."""
@@ -65,30 +66,40 @@ def over_stages(costs: Costs, stages: int) -> Costs:
     return replace(costs, **values)
 
 
-def in_units(costs: Costs, memory: float | None) -> tuple[Costs, float | None, list[str]]:
-    """Return costs with smaller numbers, and lines that say the units.
+def in_units(
+    costs: Sequence[Costs], memory: float | None
+) -> tuple[Sequence[Costs], float | None, str]:
+    """Return costs with smaller numbers, and a line that says the units.
 
     `megapipe plan --save-costs` writes FLOPs and bytes, and a rehearsal seconds and bytes. Other
-    costs are returned unchanged, without lines.
+    costs are returned unchanged. So are several costs: each might have units of its own, and a
+    limit is in the same unit for all.
 
     Args:
         memory: a limit in the unit of the costs; None for none.
-    Returns: (the costs, the limit in their new unit, the lines).
+    Returns: (the costs, the limit in their new unit, the line).
     """
-    if not isinstance(costs.f, tuple) or not isinstance(costs.mem_b, tuple):
-        return costs, memory, []
-    if max(costs.mem_b) < _BYTES:
-        return costs, memory, []
+    (first, *others) = costs
+    if (
+        others
+        or not isinstance(first.f, tuple)
+        or not isinstance(first.mem_b, tuple)
+        or max(first.mem_b) < _BYTES
+    ):
+        if any(one.mem_b != UNIT.mem_b for one in costs):
+            return costs, memory, "times and peak in the units of --costs"
+        peak = "peak in activations of a microbatch in 1/p of the model"
+        return costs, memory, f"times in the unit of --costs; {peak}"
     unit = 1.0
     times = "seconds, if a rehearsal wrote the file"
-    if max(costs.f) > _LARGE:
+    if max(first.f) > _LARGE:
         unit = _TERA
         times = (
             "TFLOPs: divided by the TFLOP/s of your device they are seconds, without the messages "
             "that the seconds of megapipe plan have"
         )
     values: dict[str, Any] = {}
-    for name, value in vars(costs).items():
+    for name, value in vars(first).items():
         if value is None or name in (*SHARES, *ATTENTION, "wide_k"):
             continue
         by = unit
@@ -100,7 +111,7 @@ def in_units(costs: Costs, memory: float | None) -> tuple[Costs, float | None, l
             values[name] = value / by
     if memory is not None:
         memory /= _GIGA
-    return replace(costs, **values), memory, [f"times in {times}; peak in GiB of activations"]
+    return [replace(first, **values)], memory, f"times in {times}; peak in GiB of activations"
 
 
 def said_of(costs: Costs, stages: set[int]) -> list[str]:

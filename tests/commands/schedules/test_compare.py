@@ -112,3 +112,17 @@ def test_a_plan_and_a_comparison_of_its_costs_say_one_number(tmp_path):
     spread = tool("compare", "--pp", "4", "--microbatches", "32", "--costs", file, "--only", "interleaved").stdout
     assert gain not in spread
     assert "a head or embedding" in spread
+
+
+@pytest.mark.parametrize("given", [{}, {"mem_b": 3, "mem_w": 3}])
+def test_a_comparison_says_the_units_of_its_costs(given, tmp_path):
+    """With --costs nothing said what a peak of 4 is. 1F1B of 4 ranks holds 4 microbatches."""
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"f": 10, "b": 11, "w": 8, **given}))
+    for costs in ([file], [file, file]):
+        first, *others = tool("compare", *SIZE, "--costs", *costs, "--only", "1f1b").stdout.splitlines()
+        peak = 3 if given else 1
+        assert re.search(rf"^1f1b +319 .* {4 * peak} +1 +16$", "\n".join(others), re.MULTILINE)
+        activations = "times in the unit of --costs; peak in activations of a microbatch in 1/p of the model"
+        assert first == ("times and peak in the units of --costs" if given else activations)
+    assert tool("compare", *SIZE, "--only", "1f1b").stdout.startswith("schedule ")
