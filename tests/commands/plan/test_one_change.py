@@ -2,10 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from megapipe.commands.main import command
+from megapipe.commands.plan.one_change import one_change
+from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.listed.asked import SearchRestrictions
+from megapipe.commands.plan.verdict import Machine
+from megapipe.config import Config
+from megapipe.flags.parse import parse
+from megapipe.plan import GIB
+from megapipe.plan.seconds.device import Device
 from megapipe.schedule import SCHEDULES
 from tests.commands.plan.lines import DENSE, MODEL, told
 
@@ -197,3 +206,72 @@ def test_a_schedule_that_hides_no_messages_is_named_next_to_one_that_does(capsys
 def test_a_plan_that_no_single_change_makes_fit_says_so(capsys):
     command("plan")([*DENSE.split(), "--memory-gib", "8"])
     assert "no change of one flag alone makes it fit: --search changes several" in capsys.readouterr().out
+
+
+def test_activations_of_which_each_tensor_rank_has_a_part_are_named_where_memory_is_short(capsys):
+    own = "--tensor-model-parallel-size 2 --use-distributed-optimizer --reserved-gib 0"
+    change = "--sequence-parallel"
+    lines = (f"{DENSE} {own}".split(), f"{DENSE} {own} {change}".split())
+    peaks = [max(told(line, capsys)["peak_bytes"]) / 2**30 for line in lines]
+    found, said = changes(capsys, f"{own} --memory-gib {sum(peaks) / 2}")
+    assert f"one change alone makes it fit: {change}: " in said
+    (peak,) = (x[2] for x in found if x[0] == change)
+    assert peak == pytest.approx(peaks[1], rel=5e-3)
+    assert peaks[1] < peaks[0]
+
+
+def test_weights_that_could_be_gathered_under_forwards_are_named(capsys):
+    own = "--pipeline-model-parallel-size 2 --pipeline-schedule v-half --world-size 64 --use-distributed-optimizer "
+    own += "--overlap-grad-reduce --ddp-bucket-size 40000000"
+    change = "--overlap-param-gather"
+    found, before = changes(capsys, own)
+    (seconds,) = (x[1] for x in found if x[0] == change)
+    again, after = changes(capsys, f"{own} {change}")
+    assert f"predicted step {seconds:.4g} s" in after
+    assert seconds < 0.99 * float(re.search(r"predicted step (\S+) s", before)[1])
+    assert change not in {x[0] for x in again}
+
+
+def test_of_many_changes_a_page_names_the_four_that_shorten_its_step_most(capsys):
+    own = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16 --memory-gib 400 "
+    own += "--padded-vocab-size 128000 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    steps, fifth = (
+        told([*DENSE.split(), *f"{own} {more}".split()], capsys)["step"]["predicted"]["seconds"]
+        for more in ("", "--overlap-grad-reduce --ddp-bucket-size 40000000")
+    )
+    command("plan")([*DENSE.split(), *own.split()])
+    named = re.findall(r"^one change alone: .*?: (\S+) s, ", capsys.readouterr().out, re.MULTILINE)
+    assert len(named) == 4
+    assert [*map(float, named)] == sorted(map(float, named))
+    assert max(map(float, named)) < fifth < 0.99 * steps
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"), [("", 4096), ("--tensor-model-parallel-size 2 --overlap-moe-expert-parallel-comm", 512)]
+)
+def test_a_table_of_more_forwards_is_made_once_and_not_for_each_change(flags, most, capsys):
+    """Each change makes a table. Two stages have two forwards of each microbatch."""
+    own = f"--pipeline-model-parallel-size 2 --use-distributed-optimizer --memory-gib 400 {flags} "
+    own += "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --world-size 4"
+    replicas = 1 if flags else 2
+    for microbatches, few in ((8, True), (most // 2 + 1, False)):
+        command("plan")([*DENSE.split(), *own.split(), "--global-batch-size", str(replicas * microbatches)])
+        assert ("one change alone: --unset recompute" in capsys.readouterr().out) == few
+
+
+def test_costs_that_are_no_seconds_name_no_change(tmp_path, capsys):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"f": [1] * 4, "b": [1] * 4, "w": [1] * 4}))
+    for costs, named in (("", True), (f"--costs {file}", False)):
+        said = changes(capsys, f"--pipeline-model-parallel-size 4 --memory-gib 4 {costs}")[1]
+        assert "does not fit" in said
+        assert ("change of one flag" in said) == named
+
+
+def test_changes_of_one_flag_share_no_vocabulary_where_a_search_is_without_it():
+    line = f"{DENSE} --pipeline-model-parallel-size 4 --use-distributed-optimizer --padded-vocab-size 128000"
+    config = parse(Config, line.replace("--memory-gib 80", "").split())
+    mine = of_run(replace(config.with_batch(64), world_size=8), Device())
+    for words, named in ((frozenset(), True), (frozenset(["vocabulary"]), False)):
+        said = one_change(mine, Device(), Machine(80 * GIB), SearchRestrictions(without=words))
+        assert any("--vocab-parallel-pipeline" in text for text in said) == named

@@ -209,6 +209,39 @@ def test_lines_of_the_advice_fit_a_terminal_and_keep_the_names_of_flags_whole():
     assert words.count("word") == 40
 
 
+def test_the_advice_names_the_layout_and_what_the_plan_needs():
+    (plan,) = found_by("--global-batch-size 4", 2, tp="2", schedule="1f1b", micro="1", recompute="full").best.values()
+    config = plan.config.with_fields(use_megatron_fsdp=True, vocab_parallel_pipeline=True)
+    for one, needs in (
+        (plan, "recomputes full"),
+        (
+            replace(plan, config=replace(config, world_size=2)),
+            "sharded weights, weights that are all gathered at once, recomputes full, vocabulary on all pipeline ranks",
+        ),
+    ):
+        words = " ".join(Advice(1, one, None, ()).lines(Machine(GIB), SLOW)).split()
+        assert " ".join(words).startswith(f"take 1: 1f1b, tp 2, pp 1, {needs}, {one.step:.4g} s, ")
+
+
+def test_your_own_plan_to_take_is_launched_with_your_flags_as_they_are():
+    (plan,) = found_by("--global-batch-size 4", 1, pp="1", schedule="1f1b", micro="1").best.values()
+    for number, flags in (("yours", "your flags as they are"), (2, "the flags of this plan after yours")):
+        *_, then, _ = Advice(number, plan, None, ()).lines(Machine(GIB), SLOW)
+        assert then.startswith(f"next: megapipe check with {flags} shows plan ")
+
+
+def test_the_gain_over_a_plan_whose_experts_cross_nodes_has_the_published_range():
+    """The two pairs were predicted 1.90 and 3.42 times as long, and took 1.35 and 1.69."""
+    found = found_by("--global-batch-size 4", 1)
+    plan = next(iter(found.best.values()))
+    config = plan.config.with_fields(num_experts=8, expert_model_parallel_size=4)
+    mine = replace(plan, step=3 * plan.step, config=replace(config, world_size=4))
+    low, high = sorted(3 * measured / told for measured, told in ((1.35, 1.90), (1.69, 3.42)))
+    for node, known in ((2, f"; by the two published pairs {low:.1f} to {high:.1f} times as long"), (4, "")):
+        _, gain, *_ = Advice(1, plan, None, (), yours=mine).lines(Machine(GIB), replace(SLOW, node=node))
+        assert gain == f"  yours takes {mine.step:.4g} s, 3 times as long{known}"
+
+
 def test_memory_decides_before_flags_where_no_layout_is_named():
     """A student who had typed no schedule was sent to a slower and tighter plan, as it changed fewest flags."""
     own = configured("--global-batch-size 4 --use-distributed-optimizer")

@@ -23,7 +23,7 @@ from megapipe.commands.plan.search.listing import best_of
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.taken import choices, demands, to_take
 from megapipe.commands.plan.searched import SearchFlags, searched
-from megapipe.commands.plan.verdict import Machine, of_busy_experts
+from megapipe.commands.plan.verdict import Machine, load_line, of_busy_experts
 from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB
@@ -162,6 +162,11 @@ def test_a_plan_without_room_for_busy_experts_is_not_taken_where_another_is():
         assert number_now == number
         spare_line = "with 1% of a device to spare, also with an uneven load of their experts: 2"
         assert (spare_line in line) == (number == 2)
+    # What busy experts need is said of a plan to take that is not the first, of which the page says it.
+    lean = [replace(whole, step=1.0, peak=2 * GIB), replace(divided, step=1.01)]
+    load = load_line(divided.plan, divided.config, Machine(GIB).limit)
+    for best, said in ((lean, True), ([divided, whole], False)):
+        assert (load in to_take(best, own, None, Machine(GIB)).caveats) == said
 
 
 def test_a_plain_pipeline_nearly_as_fast_is_on_the_page_and_taken():
