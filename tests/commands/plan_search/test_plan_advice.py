@@ -253,7 +253,9 @@ def test_memory_decides_before_flags_where_no_layout_is_named():
 
     tight = plan(9.0, micro_batch_size=1)
     roomy = plan(5.0, pipeline_model_parallel_size=2, pipeline_schedule="zb-v")
-    assert to_take([tight, roomy], own, None, Machine(GIB)).number == 2
+    advice = to_take([tight, roomy], own, None, Machine(GIB))
+    assert advice.number == 2
+    assert advice.rules[-1] == "it needs least memory, as you have named no layout that it could keep"
     named = own.with_fields(tensor_model_parallel_size=2)
     assert [names_layout(x) for x in (own, named, configured(MINE))] == [False, True, True]
     tight = replace(tight, config=replace(named, world_size=4))
