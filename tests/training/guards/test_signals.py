@@ -141,6 +141,16 @@ def test_what_torchrun_passes_on_of_a_ctrl_c_is_no_second_one(heard, monkeypatch
     assert not watching._interrupted()  # a handler of the program's own is its own
 
 
+def test_two_ctrl_cs_that_a_busy_watch_hears_at_once_are_two(heard, monkeypatch):
+    monkeypatch.setattr(watch, "LAUNCHER", None)
+    for presses, ends in ((1, []), (2, ["interrupted"])):
+        listener, watching, left = ExitSignal("SIGTERM"), watch.Watch(ProcessMesh.single()), []
+        monkeypatch.setattr(watching, "_leave", lambda why, number, left=left: left.append(why))
+        watching._look(bytes([signal.SIGINT] * presses))
+        listener.close()
+        assert left == ends
+
+
 def test_what_was_not_told_to_stop_dies_of_signals_as_before(heard):
     listener = ExitSignal("SIGTERM")
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
