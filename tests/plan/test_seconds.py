@@ -149,7 +149,6 @@ FLAGS_OF_A_PLAN = [
     for flag in flags_of(Config).values()
     if flag.section == "parallel" or re.search("recompute|overlap|sequence_parallel|dispatcher|fp8", flag.field)
 ]
-SHORT = "--pipeline-model-parallel-size 2 --global-batch-size 16"
 SLOW_AND_FAST = [
     Device(flops=1e12, inside=1e10, outside=1e9, node=2, overhead=1e-6, latency=1e-6, memory=1e11),
     Device(flops=1e11, inside=1e11, outside=1e10, node=4, overhead=1e-6, latency=1e-7, memory=1e10),
@@ -169,8 +168,8 @@ def measured(words: list[str]) -> tuple[str, list[float]] | None:
 @pytest.mark.parametrize(
     ("own", "fewest"),
     [
-        (f"{SHORT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel", 15),
-        (f"{SHORT} --recompute-granularity full --overlap-grad-reduce", 15),
+        (f"{EXPERTS} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 15),
+        ("--pipeline-model-parallel-size 2 --recompute-granularity full --overlap-grad-reduce", 15),
         # The gather of a second stage hides.
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce", 13),
     ],
@@ -243,5 +242,5 @@ def test_measured_times_have_a_unit_of_their_own(times, tmp_path, capsys):
     assert "no seconds are predicted by --rates" in capsys.readouterr().out
     check(parse(Config, [*flags, "--check", "--pipeline-costs", costs]))
     assert "no seconds are predicted by --rates" in capsys.readouterr().out
-    plan_command([*flags, "--pipeline-costs", costs, "--search", "--among", "pp=4"])
+    plan_command([*flags, "--pipeline-costs", costs, "--search"])
     assert "yours: " in capsys.readouterr().out

@@ -39,7 +39,7 @@ def test_the_best_plan_of_your_own_pp_and_schedule_is_on_the_page(capsys, tmp_pa
     """Mixtral under Megatron's interleaving was sent to ZB-V at pp 2, for 3% over its own pp 4 and schedule."""
     (tmp_path / "rates.json").write_text(json.dumps(RATES))
     line = f"--global-batch-size 16 --world-size 4 --rates {tmp_path / 'rates.json'} {MINE}"
-    best, said = run_search(line, capsys, tmp_path, "zb-auto vocabulary")
+    best, said = run_search(line, capsys, tmp_path)
     (mine,) = (x for x in best if x["why"] == "your pp and schedule")
     assert mine["schedule"] == "interleaved"
     assert "--pipeline-model-parallel-size 2" in " ".join(mine["flags"])

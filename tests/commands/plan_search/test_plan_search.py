@@ -243,7 +243,7 @@ def test_slices_fill_a_pipeline_that_two_long_sequences_leave_empty(capsys):
     own = "--seq-length 4096 --max-position-embeddings 4096 --global-batch-size 2"
     flags = [*MODEL.split(), *own.split()]
     far = replace(SLOW, outside=3e6, node=1)  # too far apart for anything but a pipeline
-    found = found_by(own, 4, GIB, far, recompute="none", sharding="no")
+    found = found_by(own, 4, GIB, far)
     whole = min(x.step for x in found.best.values())
     try_slices(found, "auto", Machine(GIB), far)
     first = min(found.best.values(), key=lambda x: x.step)
