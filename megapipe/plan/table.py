@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from megapipe.config import Config
@@ -11,6 +12,7 @@ from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan.context import context_line, expert_line
+from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.logits import FREE
 from megapipe.plan.plan import Plan, stages_with_depths
 from megapipe.plan.state import GIB, bytes_at_peak, bytes_of_state
@@ -217,6 +219,57 @@ def waiting_bytes(plan: Plan, config: Config) -> float:
     if not config.parallel.shards_weights:
         return 0.0
     return config.precision.element_bytes * max(map(sum, _parameters(plan)))
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """The bytes of host memory that a rank needs. `most` is what a host must have for it.
+
+    Attributes:
+        start: for weights that wait there until they are sharded.
+        save: to write a checkpoint.
+        copies: for copied activations.
+    """
+
+    start: float
+    save: float
+    copies: float
+
+    @property
+    def most(self) -> float:
+        """Return the most bytes in use at one time.
+
+        The weights have left the host before the first activation is copied.
+        """
+        return max(self.start, self.save + self.copies)
+
+
+def host_of(plan: Plan, config: Config) -> HostBytes:
+    """Return the bytes of host memory that the rank with the largest need takes."""
+    _, saving = checkpoint_bytes(plan, config)
+    return HostBytes(waiting_bytes(plan, config), saving, host_bytes(plan))
+
+
+def host_line(plan: Plan, config: Config, ranks: int, host: float) -> str:
+    """Return, in words, what a plan needs of a node's host, and whether it fits.
+
+    Args:
+        ranks: number of ranks that share the host.
+        host: bytes of its memory.
+    """
+    need = host_of(plan, config)
+    unit = ranks / GIB
+    text = f"on a host {'1 rank needs' if ranks == 1 else f'{ranks} ranks need'} "
+    if need.start > need.save + need.copies:
+        text += f"{need.start * unit:,.4g} GiB to start"
+    else:
+        text += f"{need.save * unit:,.4g} GiB to save"
+        if need.copies:
+            text += f", {need.copies * unit:,.4g} for copied activations"
+    more = need.most * unit - host / GIB
+    if more > 0:
+        return f"{text}: does not fit, {more:,.4g} more than it has"
+    return f"{text}: fits"
 
 
 def fits(plan: Plan, memory: float, reserved: float) -> str:

@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-import torch
-
-from megapipe.checkpoint.commit import refuse_without_room
 from megapipe.checkpoint.lock import refuse_living
 from megapipe.checkpoint.save_load import find_checkpoint, refuse_load, refuse_save
 from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
@@ -25,10 +22,9 @@ from megapipe.checks.run import problems_of, validate
 from megapipe.checks.vocabulary import vocabulary, with_vocabulary
 from megapipe.config import Config, ModelConfig
 from megapipe.data.build import Datasets, Part, build_datasets, build_part, open_parts
-from megapipe.data.files import nearest_folder
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.tokenizers.tokenizer import Tokenizer
-from megapipe.distributed.device import built_for_cpus, has_cuda, memory_of
+from megapipe.distributed.device import built_for_cpus, has_cuda
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
@@ -38,11 +34,11 @@ from megapipe.plan import Plan, changes, in_words, make_plan, memory_table, summ
 from megapipe.plan.graphs import graphs_line
 from megapipe.plan.seconds.device import device_of
 from megapipe.plan.seconds.links import by_rates
-from megapipe.plan.seconds.page import UNKNOWN, digest, in_short, predicted, save_seconds
+from megapipe.plan.seconds.page import UNKNOWN, digest, in_short, predicted
 from megapipe.plan.split import is_searched, schedule_name
-from megapipe.plan.table import checkpoint_bytes, fits_line
 from megapipe.schedule.recipe_line import to_line
 from megapipe.training.guards.ranks import contents
+from megapipe.training.room import device_line, disk_problems, no_host_line, save_line
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 """(config, tokenizer) -> the datasets of a run."""
@@ -184,7 +180,7 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
     if (device := device_of(config)) is not None:
         as_run, linked = by_rates(as_run, device)
     plan = make_plan(as_run)
-    no_room = _room_problems(as_run, plan)
+    no_room = disk_problems(as_run, plan)
     if config.check.check_paths == "yes":
         problems += no_room
     else:
@@ -209,9 +205,10 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         f"starts from {start}" if start else "",
         changes(plan),
         summary(plan, config),
-        _save_seconds(config, plan),
+        save_line(config, plan),
         memory_table(plan, as_run),
-        _memory(as_run, plan),
+        device_line(as_run, plan),
+        no_host_line(as_run, plan),
         f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
         f"{bubble:.1%} of the time of the passes, as the log will have it, by {_unit(config)}; "
         f"peak {peak_gib:.3g} GiB on a rank",
@@ -222,31 +219,6 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         graphs_line(as_run, plan.schedule, device_type),
     ]
     return "\n".join(line for line in lines if line)
-
-
-def memory_here() -> int | None:
-    """Return the bytes of memory of this machine's first GPU; None without GPUs."""
-    return memory_of(torch.device("cuda", 0)) if has_cuda() else None
-
-
-def _memory(config: Config, plan: Plan) -> str:
-    """Return the line of a launch on whether the plan fits the memory of a device.
-
-    The device is this machine's first GPU, or the one of --rates where it is given or there is no
-    GPU. The text is empty for a run on CPUs. For a device whose memory is not known, it says so.
-    """
-    if config.parallel.distributed_backend == "gloo":
-        return ""
-    here = memory_here()
-    if here is not None and config.check.rates is None:
-        return fits_line(plan, here, "this GPU")
-    device = device_of(config)
-    if device is None or not device.capacity:
-        return (
-            "memory of a device: not known, as --rates has no capacity (bytes). For an A100 give "
-            "--rates a100-40 or a100-80; megapipe plan --memory-gib 80 says whether it fits too"
-        )
-    return fits_line(plan, device.capacity, f"{device.source} (--rates)")
 
 
 def _seconds(config: Config, plan: Plan) -> str:
@@ -309,23 +281,6 @@ def _of_save(config: Config, start: Path | None) -> list[str]:
         root = Path(flags.save)
         problems += ask(lambda: refuse_living(root))
     return problems
-
-
-def _room_problems(config: Config, plan: Plan) -> list[str]:
-    """Return a text if the disk of --save has no room for a checkpoint; an empty list if it has."""
-    save = config.checkpoint.save
-    if save is None:
-        return []
-    size, _ = checkpoint_bytes(plan, config)
-    return ask(lambda: refuse_without_room(Path(save), size, nearest_folder(save)))
-
-
-def _save_seconds(config: Config, plan: Plan) -> str:
-    """Return a line on the time of the first save, which steps wait for; "" without --save."""
-    if config.checkpoint.save is None:
-        return ""
-    size, _ = checkpoint_bytes(plan, config)
-    return f"seconds of the first save: {save_seconds(size, device_of(config))}"
 
 
 def _data_problems(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -279,7 +280,7 @@ def test_a_check_says_whether_a_plan_fits_a_device_in_the_words_of_a_launch(save
     said = capsys.readouterr().out
     assert "memory of " not in said  # the host's memory, which other programs use too
     peak = float(re.search(r"peak (\S+) GiB on a rank", said)[1]) * 2**30
-    monkeypatch.setattr("megapipe.training.check.memory_here", lambda: peak / share)
+    monkeypatch.setattr("megapipe.training.room.memory_here", lambda: peak / share)
     pretrain_gpt.main([*given, "--check"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("memory of this GPU"))
     assert f"GiB: {verdict}" in line
@@ -298,9 +299,25 @@ def test_a_check_says_whether_a_plan_fits_a_device_in_the_words_of_a_launch(save
     ],
 )
 def test_rates_say_the_memory_of_a_device_that_is_not_here(capsys, monkeypatch, tmp_path, rates, says):
-    monkeypatch.setattr("megapipe.training.check.memory_here", lambda: 7)
+    monkeypatch.setattr("megapipe.training.room.memory_here", lambda: 7)
     if rates.startswith("{"):
         (tmp_path / "rates.json").write_text(rates)
         rates = str(tmp_path / "rates.json")
     pretrain_gpt.main([*RUN.split(), "--rates", rates])
     assert f"\n{says}" in capsys.readouterr().out
+
+
+def test_a_check_says_of_a_full_host_what_a_plan_says(capsys, tmp_path):
+    """It counted a rank alone, and was silent on the ranks of a node together."""
+    rates = tmp_path / "rates.json"
+    line = [*RUN.split(), "--rates", str(rates)]
+    for host, full in ((2**20, True), (2**40, False)):
+        rates.write_text(json.dumps({"host": host, "node": 8, "source": "a laptop"}))
+        pretrain_gpt.main(line)
+        checked = capsys.readouterr().out
+        assert ("memory of a host of a laptop (--rates), 0.0009766 GiB: on a host 8 ranks" in checked) == full
+        words = [x for x in line if x != "--check"]
+        command("plan")(words)
+        said = re.search(r"on a host 8 ranks need .* more than it has", capsys.readouterr().out)
+        assert (said is not None) == full
+        assert said is None or said[0] in checked

@@ -23,7 +23,7 @@ from megapipe.commands.plan.search.taken import YOURS
 from megapipe.commands.plan.search.why import TAKE
 from megapipe.commands.plan.searched import SearchFlags, searched, sought
 from megapipe.commands.plan.telling import goes_on, slow
-from megapipe.commands.plan.verdict import crossing_line, host_of, load_line, other_device
+from megapipe.commands.plan.verdict import crossing_line, load_line, other_device
 from megapipe.config import CheckConfig, Config
 from megapipe.data.files import file_problems, write_complete
 from megapipe.errors import ConfigError
@@ -41,6 +41,7 @@ from megapipe.plan import (
 from megapipe.plan.seconds.device import Device, device_of
 from megapipe.plan.seconds.links import by_rates
 from megapipe.plan.seconds.page import digest, page, predicted
+from megapipe.plan.table import host_of
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.text import to_json

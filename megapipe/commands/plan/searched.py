@@ -31,7 +31,7 @@ from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.search.taken import to_take
 from megapipe.commands.plan.search.why import why
 from megapipe.commands.plan.telling import Telling, ends_within, goes_on, slow
-from megapipe.commands.plan.verdict import NO_HOST, Machine, MemoryFlags, host_of, other_device
+from megapipe.commands.plan.verdict import NO_HOST, Machine, MemoryFlags, other_device
 from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
@@ -44,6 +44,7 @@ from megapipe.plan.seconds.page import digest, in_short
 from megapipe.plan.seconds.page import numbers as seconds_of
 from megapipe.plan.seconds.step import TimedPlan
 from megapipe.plan.shapes.slices import number_of
+from megapipe.plan.table import host_of
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from math import inf
 
 from megapipe.config import Config
 from megapipe.plan import GIB, Plan, pieces_of
-from megapipe.plan.families.offload import host_bytes
 from megapipe.plan.logits import FREE
 from megapipe.plan.seconds.device import DEVICES, Device
 from megapipe.plan.seconds.messages import expert_extent
 from megapipe.plan.seconds.step import TimedPlan
-from megapipe.plan.table import checkpoint_bytes, fits, waiting_bytes
+from megapipe.plan.table import fits, host_line, host_of
 
 MEMORY = 80.0
 """GiB of a device, an H100's, if --rates does not know the memory of its device."""
@@ -78,30 +77,15 @@ class Machine:
     def fits(self, plan: Plan, config: Config) -> str:
         """Return, in words, what a plan needs on a device and on a host, and whether it fits."""
         of_device = fits(plan, self.device, self.reserved)
-        return f"{of_device}; {self._on_host(plan, config)}"
+        return f"{of_device}; {host_line(plan, config, self.ranks, self.host)}"
 
     def assumed(self, plan: Plan, config: Config) -> str:
         """Return `fits` for an assumed memory, without the host where it has room."""
         of_device = fits(plan, self.device, self.reserved)
         text = f"assumed: {self.device / GIB:g} GiB a device; {of_device}"
         if self.refuses(plan, config):
-            text += f"; {self._on_host(plan, config)}"
+            text += f"; {host_line(plan, config, self.ranks, self.host)}"
         return text
-
-    def _on_host(self, plan: Plan, config: Config) -> str:
-        need = host_of(plan, config)
-        ranks = "1 rank needs" if self.ranks == 1 else f"{self.ranks} ranks need"
-        unit = self.ranks / GIB
-        if need.start > need.save + need.copies:
-            text = f"on a host {ranks} {need.start * unit:,.4g} GiB to start"
-        else:
-            text = f"on a host {ranks} {need.save * unit:,.4g} GiB to save"
-            if need.copies:
-                text += f", {need.copies * unit:,.4g} for copied activations"
-        more = need.most * unit - self.host / GIB
-        if more > 0:
-            return f"{text}: does not fit, {more:,.4g} more than it has"
-        return f"{text}: fits"
 
 
 def other_device(memory_gib: float | None, device: Device) -> list[str]:
@@ -176,35 +160,6 @@ class MemoryFlags:
         memory = self._gib(device)
         if reserved is not None and not 0 <= reserved < memory:
             yield f"--reserved-gib must be from 0 to less than {memory:g}, got {reserved:g}."
-
-
-@dataclass(frozen=True)
-class HostBytes:
-    """The bytes of host memory that a rank needs. `most` is what a host must have for it.
-
-    Attributes:
-        start: for weights that wait there until they are sharded.
-        save: to write a checkpoint.
-        copies: for copied activations.
-    """
-
-    start: float
-    save: float
-    copies: float
-
-    @property
-    def most(self) -> float:
-        """Return the most bytes in use at one time.
-
-        The weights have left the host before the first activation is copied.
-        """
-        return max(self.start, self.save + self.copies)
-
-
-def host_of(plan: Plan, config: Config) -> HostBytes:
-    """Return the bytes of host memory that the rank with the largest need takes."""
-    _, saving = checkpoint_bytes(plan, config)
-    return HostBytes(waiting_bytes(plan, config), saving, host_bytes(plan))
 
 
 def of_busy_experts(plan: Plan, config: Config) -> float:

@@ -156,8 +156,8 @@ def _meaning(best: list[TimedPlan], *, late: bool) -> list[str]:
     others = "others not known"
     if best[0].config.model.has_experts:
         # Few layouts of a model with experts were ever compared.
-        differ = "schedule, recomputation or etp differs"
-        others = "two others by 41% and 103%"
+        differ = "schedule, recomputation, or etp with experts within a node differs"
+        others = "two with experts between nodes by 41% and 103%"
     lines = [
         RESERVED,
         HOST,
