@@ -46,6 +46,22 @@ def test_what_does_not_fit_is_said():
     assert "2 tensor" in least or "2 pipeline" in least
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_where_nothing_fits_the_page_says_what_state_in_bf16_needs(sharded):
+    """The page ended there, although a 6.7B fits four cards of 24 GiB so."""
+    flags = [*MODEL.split(), "--global-batch-size", "4"]
+    asked = SearchRestrictions({"sharding": frozenset({"yes" if sharded else "no"}), "pp": frozenset("1")})
+    found = search(parse(Config, flags), 2, Machine(1000.0), SLOW, 1000, asked=asked)
+    _, _, _, pasted, _, verdict, more, *_ = report(found, Machine(1000.0)).splitlines()
+    made = parse(Config, [*flags, *pasted.split(), *more.split()])
+    model = replace(made.model, padded_vocab_size=made.model.padded_vocab(1000))
+    made = replace(made, model=model, world_size=2)
+    peak, before = (max(make_plan(x).peak_bytes) for x in (made, replace(made, optimizer=type(made.optimizer)())))
+    assert f"peak {peak / GIB:.3g} GiB: does not fit" in verdict
+    # 6 of 16 or 18 bytes of a parameter.
+    assert 0.5 < peak / before < 0.8
+
+
 SMALL = "--search --global-batch-size 4 --world-size 2"
 CALLED_WORLD_SIZE = "is called --world-size, as in megapipe check and megapipe rehearse"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
+from megapipe.commands.plan.narrow import with_narrow_state
 from megapipe.commands.plan.pasted import pasted
 from megapipe.commands.plan.search.compared import has_units
 from megapipe.commands.plan.search.hiding import hides_unmeasured, pairs_passes
@@ -108,6 +109,7 @@ def report(
             lines += [
                 f"      {machine.fits(x.plan, x.config)}",
                 f"      {pasted(x.config, undone(x.config))}",
+                *with_narrow_state(x, device, machine),
             ]
         return "\n".join([*lines, RESERVED, *[HOST] * bool(found.lost[NO_HOST])])
     first = best[0]
