@@ -35,9 +35,8 @@ class CheckConfig:
     no GPU, and ends with status 0 or 2. Not in Megatron-LM."""
     rates: Annotated[str | None, _LAUNCHED] = None
     """Speeds of a device and its links, by which --check and megapipe plan predict seconds: h100,
-    h200, h800, a100, a100-40, a100-80, b200, rtx4090, l40s, mi300x, or a .json
-    (megapipe/plan/seconds/device.py). Default: h100; without it no seconds are predicted for a run
-    on CPUs. Not in Megatron-LM."""
+    h200, h800, a100, a100-40, a100-80, b200, rtx4090, l40s, mi300x, or a .json (docs/cluster.md).
+    Default: h100; without it no seconds are predicted for a run on CPUs. Not in Megatron-LM."""
     check_paths: Annotated[Literal["yes", "no"], _LAUNCHED] = "yes"
     """Whether --check needs the run's files and folders. no: it lists missing ones, and goes on
     without them. Not in Megatron-LM."""

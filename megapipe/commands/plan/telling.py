@@ -121,7 +121,9 @@ class Telling:
             return
         now = time.monotonic()
         said_lately = self._said and now - self._said < _EVERY and what == self._what
-        if best is None or said_lately:
+        # A search that begins has nothing to say, and one that finds nothing still goes on.
+        begins = best is None and now - self._began < _EVERY
+        if begins or said_lately:
             return
         self._what = what
         took = now - self._began

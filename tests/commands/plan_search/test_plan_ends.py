@@ -167,6 +167,8 @@ def test_a_plan_without_room_for_busy_experts_is_not_taken_where_another_is():
     load = load_line(divided.plan, divided.config, Machine(GIB).limit)
     for best, said in ((lean, True), ([divided, whole], False)):
         assert (load in to_take(best, own, None, Machine(GIB)).caveats) == said
+    # Where no plan has it, the page says so.
+    assert "with 1% of a device to spare: none" in taken([whole], own, None, Machine(whole.peak))[1]
 
 
 def test_a_plain_pipeline_nearly_as_fast_is_on_the_page_and_taken():

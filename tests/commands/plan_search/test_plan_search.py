@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -25,6 +26,7 @@ from megapipe.commands.plan.search.listed.asked import SearchRestrictions
 from megapipe.commands.plan.search.listed.bounds import Counted, fill
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
+from megapipe.commands.plan.telling import Telling
 from megapipe.commands.plan.verdict import Machine
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
@@ -358,6 +360,31 @@ def test_processes_of_a_search_that_is_killed_end_too():
     assert len(children) == 2
     # The file of a process can be read once the process has ended.
     assert all(select.select([child], [], [], 30)[0] for child in children)
+
+
+def test_a_search_says_that_it_goes_on_while_tables_take_long(monkeypatch, capsys):
+    """It said nothing between two tables, which were minutes on a busy machine."""
+    monkeypatch.setattr("megapipe.commands.plan.search.judged.workers._PATIENCE", 0.01)
+    monkeypatch.setattr("megapipe.commands.plan.telling._EVERY", 0.0)
+    event = multiprocessing.get_context("fork").Event()
+    telling, told = Telling(), []
+
+    def tell(done):
+        telling(done, 5, None, "tables")
+        told.append(done)
+        if len(told) == 3:
+            event.set()
+
+    with Workers(event, 2) as workers:
+        assert workers.ask(_waited, [7], 1, tell) == [7]
+    assert told[:3] == [0, 0, 0]
+    assert told[-1] == 1
+    assert "s: 0 of 5 tables, no plan fits yet" in capsys.readouterr().err
+
+
+def _waited(event, number):
+    event.wait(60)
+    return number
 
 
 def _element(state, number):

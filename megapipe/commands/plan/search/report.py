@@ -239,7 +239,8 @@ def summary(x: TimedPlan, device: Device) -> str:
     if config.model.has_experts:
         text += f"ep {ep} x etp {etp}, "
     text += f"micro batch {micro}, {x.schedule}, "
-    text += f"recomputes {recomputes(config.model) or 'nothing'}"
+    nothing = "no layer as a whole" if x.moves else "nothing"
+    text += f"recomputes {recomputes(config.model) or nothing}"
     if config.parallel.vocab_parallel_pipeline:
         text += ", vocabulary on all pipeline ranks"
     if is_late(config):

@@ -255,12 +255,13 @@ def _chosen(
     near = _close(best, counted)
     peaks = {n: _need(best[n]) for n in counted}
     room = _room(machine)
-    left = [n for n in near if peaks[n] <= room] or near
+    left = [n for n in near if peaks[n] <= room]
     if len(left) < len(near):
         line = f"with {_SPARE:.0%} of a device to spare"
         if any(peaks[n] > best[n].peak for n in near):
             line += ", also with an uneven load of their experts"
-        rules.append(f"{line}: {_numbers(left)}")
+        rules.append(f"{line}: {_numbers(left) or 'none'}")
+    left = left or near
 
     more = {n: demands(best[n]) - known for n in counted}
     fewest = min(len(more[n]) for n in left)

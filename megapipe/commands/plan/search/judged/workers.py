@@ -15,6 +15,8 @@ Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 _BLOCKS = 4
 """Blocks of questions for each process."""
+_PATIENCE = 2.0
+"""Seconds without an answer after which `tell` is called again."""
 
 
 class Workers:
@@ -71,7 +73,8 @@ class Workers:
             answer: called with (the state that the processes began with, a question). `answer` must
                 be a module-level function, so that it can be pickled.
             size: number of questions that a process gets at once. None for a quarter of its share.
-            tell: called with the number of answers so far, whenever there are more.
+            tell: called with the number of answers so far, whenever there are more, and every
+                few seconds while there are none.
             take: called with (index of a question, its answer) as soon as there is one, for a
                 caller that may not wait for all.
         """
@@ -97,7 +100,7 @@ class Workers:
                 end = idle.pop()
                 end.send((answer, block))
                 asked[end] = number
-            for ready in wait([*asked]):
+            for ready in wait([*asked], _PATIENCE):
                 assert isinstance(ready, Connection)
                 number = asked.pop(ready)
                 try:
@@ -110,7 +113,7 @@ class Workers:
                 for n, one in enumerate(found[number]):
                     take(number * size + n, one)
                 idle.append(ready)
-                tell(sum(map(len, found)))
+            tell(sum(map(len, found)))
         return [one for block in found for one in block]
 
 
