@@ -37,6 +37,9 @@ _MODEL = (
 )
 """Fields of the model that a search chooses."""
 
+_STAGES = "--num-virtual-stages-per-pipeline-rank"
+_LAYERS = "--num-layers-per-virtual-pipeline-stage"
+
 
 def chosen_fields(config: Config) -> dict[str, set[str]]:
     """Return the configuration fields of the flags to paste, by section such as "model"."""
@@ -146,7 +149,11 @@ def changed(own: Config, config: Config) -> list[str]:
     schedule = own_schedule(own)
     micro = own.batch.micro_batch_size or 1
     own = own.with_fields(pipeline_schedule=schedule, micro_batch_size=micro)
-    return left_out(_by_number(own), _by_number(config))
+    names = left_out(_by_number(own), _by_number(config))
+    if own.parallel.num_layers_per_virtual_pipeline_stage is not None:
+        # The flag that the user gave, and not the one that says the same.
+        names = [_LAYERS if name == _STAGES else name for name in names]
+    return names
 
 
 def _by_number(config: Config) -> Config:

@@ -115,7 +115,7 @@ class Telling:
         print(text, file=sys.stderr, flush=True)
 
     def __call__(self, done: int, among: int, best: float | None, what: str = "plans") -> None:
-        found = "no plan fits yet" if best is None else f"best {best:.4g} s a step"
+        found = "no plan fits yet" if best is None else f"best about {best:.3g} s a step"
         if self._bar.shown and among:
             self._bar(done / among, f"{done:,} of {among:,} {what}, {found}")
             return

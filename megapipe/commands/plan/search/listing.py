@@ -10,7 +10,7 @@ from megapipe.commands.plan.search.hiding import hides_unmeasured
 from megapipe.commands.plan.search.judged.found import SearchResults, leaner
 from megapipe.commands.plan.search.judged.screen import kind_of
 from megapipe.commands.plan.search.search import BEST
-from megapipe.commands.plan.search.taken import demands, plainest
+from megapipe.commands.plan.search.taken import CLOSE, demands, plainest
 from megapipe.plan.seconds.step import Layout, TimedPlan
 
 _SIMPLE = 3
@@ -73,18 +73,18 @@ def _reasons(found: SearchResults, ranked: list[TimedPlan]) -> Iterator[tuple[Ti
 
     plain = plainest(found.finished)
     if plain is not None:
-        yield plain, "plainest"
+        yield plain, f"fewest settings within {CLOSE:.0%}"
 
     # Of several layouts, as the fastest may lack room for an uneven load of experts.
     simple: dict[Layout, TimedPlan] = {}
     for x in sure:
         if not demands(x):
             simple.setdefault(x.layout, x)
-    for x in [*simple.values()][:_SIMPLE]:
+    for n, x in enumerate([*simple.values()][:_SIMPLE]):
         kind = "plain, without pipeline"
         if x.config.parallel.pipeline_model_parallel_size > 1:
             kind = "plain pipeline"
-        yield x, kind
+        yield x, f"{kind}, another layout" if n else f"fastest {kind}"
 
     # The first of each is the fastest.
     kinds: dict[str, TimedPlan] = {}
