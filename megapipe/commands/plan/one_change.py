@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import floor
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.final import of_run
@@ -16,6 +16,7 @@ from megapipe.commands.plan.search.listed.asked import (
     VOCABULARY,
     SearchRestrictions,
     allows_change,
+    allows_plan,
 )
 from megapipe.commands.plan.search.listed.cells import schedules_of, short
 from megapipe.commands.plan.verdict import Machine, published_range
@@ -41,16 +42,28 @@ _PAIRED = 512
 """The same for a table whose pairs are chosen by --overlap-moe-expert-parallel-comm."""
 
 
+class ChangedPlan(NamedTuple):
+    """A plan with one flag changed.
+
+    Attributes:
+        plan: the plan.
+        text: the change as flags to append.
+        unsure: whether it hides messages under products, which no GPU has measured.
+    """
+
+    plan: TimedPlan
+    text: str
+    unsure: bool
+
+
 def one_change(
     mine: TimedPlan, device: Device, machine: Machine, asked: SearchRestrictions = ANYTHING
-) -> list[str]:
-    """Return lines on the changes of one flag that shorten a step most: at most four.
+) -> list[ChangedPlan]:
+    """Return plans with one flag changed, fastest first, whatever their step.
 
     Of each flag the best value counts; of schedules the best that pairs passes, and the best of the
-    others. A bucket size brings the flag that it needs. A run has to accept the change, and a step
-    has to be 1% shorter. If the plan does not fit the machine, the lines name changes that make it
-    fit, however long the step. If no change does, a line says so. The list is empty for tables that
-    take long to make.
+    others. A bucket size brings the flag that it needs. A run has to accept the change, and the
+    changed plan has to fit the machine. The list is empty for tables that take long to make.
 
     Args:
         mine: the plan that is changed.
@@ -58,17 +71,12 @@ def one_change(
         asked: the user's restrictions of a search, which a changed plan keeps.
     """
     config = mine.config
-    par = config.parallel
-    forwards = mine.plan.schedule.placement.num_stages * config.num_microbatches
-    pairs = par.overlap_moe_expert_parallel_comm
-    if forwards > (_PAIRED if pairs else _PASSES):
+    if _takes_long(mine):
         return []
     entry = SCHEDULES.get(mine.schedule)
     searched = entry is not None and entry.searched
-    # The best change of each flag: {(name, hides): (seconds, text, bytes)}.
-    found: dict[tuple[str, bool], tuple[float, str, float]] = {}
-    # What published runs say of changes that take the messages of experts into a node.
-    ranges: dict[str, str] = {}
+    # The best change of each flag, by (name, unsure).
+    found: dict[tuple[str, bool], ChangedPlan] = {}
     fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, config)
     for fields in _changes(config, None if fits else machine.limit):
         changed = config.with_fields(**fields)
@@ -86,23 +94,74 @@ def one_change(
                 else:
                     other = of_run(changed, device)
                 if other.peak <= machine.limit and not machine.refuses(other.plan, changed):
-                    text = _said(fields, config)
-                    ranges[text] = published_range(mine, other, device)
-                    change = (other.step, text, other.peak)
-                    key = (next(iter(fields)), hides_unmeasured(other))
-                    found[key] = min(change, found.get(key, change))
+                    one = ChangedPlan(other, _said(fields, config), hides_unmeasured(other))
+                    key = (next(iter(fields)), one.unsure)
+                    found[key] = min(one, found.get(key, one), key=_rank)
+    return sorted(found.values(), key=_rank)
+
+
+def _rank(one: ChangedPlan) -> tuple[float, str]:
+    return one.plan.step, one.text
+
+
+def _takes_long(x: TimedPlan) -> bool:
+    """Return whether the table of a plan takes seconds for each change."""
+    forwards = x.plan.schedule.placement.num_stages * x.config.num_microbatches
+    paired = x.config.parallel.overlap_moe_expert_parallel_comm
+    return forwards > (_PAIRED if paired else _PASSES)
+
+
+def surest(
+    mine: TimedPlan, changes: Sequence[ChangedPlan], machine: Machine, asked: SearchRestrictions
+) -> TimedPlan | None:
+    """Return the fastest changed plan whose messages are not hidden as assumed.
+
+    Args:
+        mine: the plan that is changed.
+        changes: what `one_change` returns for it.
+        machine: the memory of a device and of a host.
+        asked: the user's restrictions of a search, which the whole plan has to keep.
+    Returns: None if there is none, or if `mine` fits and is as fast.
+    """
+    fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, mine.config)
+    for plan, _, unsure in changes:
+        faster = plan.step < mine.step or not fits
+        if faster and not unsure and allows_plan(asked, plan):
+            if plan.config.parallel.tensor_model_parallel_size > 1:
+                return plan
+            # One tensor-parallel rank has nothing to split.
+            return replace(plan, config=plan.config.with_fields(sequence_parallel=False))
+    return None
+
+
+def change_lines(
+    mine: TimedPlan, changes: Sequence[ChangedPlan], device: Device, machine: Machine
+) -> list[str]:
+    """Return lines on the changes of one flag that shorten a step most: at most four.
+
+    A step has to be 1% shorter. If the plan does not fit the machine, the lines name changes that
+    make it fit, however long the step. If no change does, a line says so.
+
+    Args:
+        mine: the plan that is changed.
+        changes: what `one_change` returns for it.
+        machine: the memory of a device and of a host.
+    """
+    if _takes_long(mine):
+        return []
     lines = []
     within = []
-    ranked = sorted((*change, unsure) for (_, unsure), change in found.items())
-    for step, text, peak, unsure in ranked[:_MOST]:
-        if not fits or step <= (1 - _LEAST_GAIN) * mine.step:
-            gain = f"{step / mine.step - 1:+.1%} of a step, peak {peak / GIB:.3g} GiB"
+    fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, mine.config)
+    for plan, text, unsure in changes[:_MOST]:
+        if not fits or plan.step <= (1 - _LEAST_GAIN) * mine.step:
+            gain = f"{plan.step / mine.step - 1:+.1%} of a step, peak {plan.peak / GIB:.3g} GiB"
             if unsure:
                 gain += ", if messages hide under products as assumed, which no GPU has measured"
             does = "" if fits else " makes it fit"
-            lines.append(f"one change alone{does}: {text}: {step:.4g} s, {gain}")
-            if ranges[text]:
-                within.append(f"{ranges[text]} as with {text}")
+            lines.append(f"one change alone{does}: {text}: {plan.step:.4g} s, {gain}")
+            # What published runs say of changes that take the messages of experts into a node.
+            if known := published_range(mine, plan, device):
+                within.append(f"{known} as with {text}")
     if within:
         lines.append(f"by the two published pairs yours takes {', '.join(within)}")
     if not fits and not lines:
@@ -141,7 +200,7 @@ def _is_taken_back(value: object) -> bool:
 
 
 def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine) -> list[str]:
-    """Return the lines of `one_change` for a plan.
+    """Return the lines on changes of one flag of a plan.
 
     The list is empty if --pipeline-costs gave the times, which are no seconds.
 
@@ -151,7 +210,7 @@ def one_change_of(plan: Plan, config: Config, device: Device, machine: Machine) 
     if plan.given is not None:
         return []
     mine = replace(timed(plan, config, device), peak=max(plan.peak_bytes))
-    return one_change(mine, device, machine)
+    return change_lines(mine, one_change(mine, device, machine), device, machine)
 
 
 def _changes(config: Config, limit: float | None) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from megapipe.checks.inputs import answer, ask
 from megapipe.checks.numbers import near
 from megapipe.checks.run import flag_problems
 from megapipe.checks.vocabulary import vocabulary, with_vocabulary
-from megapipe.commands.plan.one_change import one_change
+from megapipe.commands.plan.one_change import change_lines, one_change, surest
 from megapipe.commands.plan.pasted import flags_of, pasted, undone
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.hiding import HIDING, OVERLAP, hides_unmeasured, overlapped
@@ -28,7 +28,7 @@ from megapipe.commands.plan.search.listing import best_of
 from megapipe.commands.plan.search.report import UserPlan, report, summary
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
-from megapipe.commands.plan.search.taken import to_take
+from megapipe.commands.plan.search.taken import names_layout, to_take
 from megapipe.commands.plan.search.why import why
 from megapipe.commands.plan.telling import Telling, ends_within, goes_on, slow
 from megapipe.commands.plan.verdict import NO_HOST, Machine, MemoryFlags, other_device
@@ -247,6 +247,8 @@ def searched(
                 try_slices(found, slices, machine, device, config.parallel)
         except KeyboardInterrupt as ended:
             found.stop(str(ended))
+    if found.best:
+        found.changed = yours.changed
     # Where nothing fits, no plan with the user's own pp does.
     if found.best and not (found.stopped or found.by_schedule):
         found.like_yours = searching.like_yours(own, yours.plan, machine, asked)
@@ -389,6 +391,10 @@ def _yours(
         config, linked = by_rates(config, device)
         mine = of_run(config, device)
         changes = one_change(mine, device, machine, asked)
-        return UserPlan(mine, changes=tuple(changes), linked=tuple(linked))
+        lines = change_lines(mine, changes, device, machine)
+        changed = None
+        if names_layout(own):
+            changed = surest(mine, changes, machine, asked)
+        return UserPlan(mine, changes=tuple(lines), linked=tuple(linked), changed=changed)
     except (ConfigError, ScheduleError) as error:
         return UserPlan(refused=" ".join(str(error).split()))

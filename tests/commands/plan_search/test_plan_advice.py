@@ -10,7 +10,7 @@ import pytest
 from small_searches import MODEL, SLOW, found_by, page_of, run_search
 
 from megapipe.commands.plan.main import main
-from megapipe.commands.plan.one_change import one_change
+from megapipe.commands.plan.one_change import change_lines, one_change
 from megapipe.commands.plan.pasted import changed
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.like_yours import like_yours, narrowed
@@ -104,6 +104,19 @@ def test_a_plan_that_both_searches_have_made_is_listed_once():
     listed = best_of(found)
     assert [x.plan for x in listed] == plans
     assert listed[-1].why == "your pp and schedule"
+
+
+def test_a_plan_of_your_flags_with_one_changed_is_listed_and_may_be_taken(capsys, tmp_path):
+    """A page took nine changed flags, and named one that its own rules preferred a line above."""
+    line = (
+        "--global-batch-size 8 --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform"
+    )
+    # A stopped search makes no second one with the user's own pp and schedule.
+    best, said = run_search(f"{line} --world-size 4 --search-seconds 1", capsys, tmp_path)
+    (change,) = (x for x in best if x["why"] == "your flags, one changed")
+    assert f": {change['step_s']:.4g} s, " in said.out.partition("one change alone: ")[2].partition("\n")[0]
+    own = configured(line)
+    assert len(changed(own, parse(Config, [*MODEL.split(), *line.split(), *change["flags"]]))) == 1
 
 
 def test_stages_by_their_layers_and_by_their_number_are_one_flag():
@@ -310,7 +323,8 @@ def test_a_change_that_takes_experts_into_a_node_has_the_range_too():
     flags = "--num-experts 4 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall"
     flags += " --moe-ffn-hidden-size 16 --padded-vocab-size 1024"
     config = replace(configured(f"--global-batch-size 8 {flags}").with_batch(8), world_size=4)
-    changes = one_change(of_run(config, SLOW), SLOW, Machine(GIB))
+    mine = of_run(config, SLOW)
+    changes = change_lines(mine, one_change(mine, SLOW, Machine(GIB)), SLOW, Machine(GIB))
     (line,) = (line for line in changes[:-1] if "--expert-model-parallel-size 2" in line)
     assert re.search(r"--expert-model-parallel-size 2: [0-9.]+ s, -\d", line)
     assert not any("published" in line for line in changes[:-1])

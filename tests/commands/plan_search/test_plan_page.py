@@ -52,7 +52,7 @@ def test_where_nothing_fits_the_page_says_what_state_in_bf16_needs(sharded):
     flags = [*MODEL.split(), "--global-batch-size", "4"]
     asked = SearchRestrictions({"sharding": frozenset({"yes" if sharded else "no"}), "pp": frozenset("1")})
     found = search(parse(Config, flags), 2, Machine(1000.0), SLOW, 1000, asked=asked)
-    _, _, _, pasted, _, verdict, more, *_ = report(found, Machine(1000.0)).splitlines()
+    _, _, _, pasted, _, verdict, more, *_ = page_of(found, Machine(1000.0)).splitlines()
     made = parse(Config, [*flags, *pasted.split(), *more.split()])
     model = replace(made.model, padded_vocab_size=made.model.padded_vocab(1000))
     made = replace(made, model=model, world_size=2)
@@ -372,7 +372,7 @@ def test_changes_of_one_flag_hide_nothing_where_a_search_is_without_hiding():
     names = re.compile("--(tp-comm-overlap|overlap-grad-reduce|overlap-param-gather)")
     for without, hides in ((frozenset(), True), (frozenset(["hiding"]), False)):
         changes = one_change(mine, SLOW, Machine(GIB), SearchRestrictions(without=without))
-        assert bool(names.search(" ".join(changes))) == hides
+        assert bool(names.search(" ".join(x.text for x in changes))) == hides
 
 
 def test_a_flag_named_after_experts_is_explained_where_a_model_has_none():

@@ -66,10 +66,17 @@ def _reasons(found: SearchResults, ranked: list[TimedPlan]) -> Iterator[tuple[Ti
     for x in sure[:1]:
         yield plain_instead(x, found.finished), "fastest without hidden messages"
 
-    if (mine := found.like_yours) is not None:
-        # The first search may have made this plan too.
-        alike = (x for x in found.finished if (x.config, x.moves) == (mine.config, mine.moves))
-        yield next(alike, mine), "your pp and schedule"
+    near_yours = (
+        (found.changed, "your flags, one changed"),
+        (found.like_yours, "your pp and schedule"),
+    )
+    made = [*found.finished]
+    for mine, why in near_yours:
+        if mine is not None:
+            # The search may have made this plan too.
+            same = next((x for x in made if _numbers(x) == _numbers(mine)), mine)
+            yield same, why
+            made.append(same)
 
     plain = plainest(found.finished)
     if plain is not None:
@@ -94,6 +101,11 @@ def _reasons(found: SearchResults, ranked: list[TimedPlan]) -> Iterator[tuple[Ti
         yield x, f"fastest {kind}"
     for x in leaner(ranked):
         yield x, "leaner than all faster ones"
+
+
+def _numbers(x: TimedPlan) -> tuple[Layout, str, float, float]:
+    """Return what two ways to make the same plan agree in."""
+    return x.layout, x.schedule, x.step, x.peak
 
 
 def _kind(x: TimedPlan) -> str:

@@ -60,12 +60,14 @@ class UserPlan:
         refused: why a run refuses the flags; "" if it does not.
         changes: lines on changes of one flag that shorten its step.
         linked: lines on a flag that it has by --rates.
+        changed: the fastest plan with one flag changed; None if no change makes it faster.
     """
 
     plan: TimedPlan | None = None
     refused: str = ""
     changes: tuple[str, ...] = ()
     linked: tuple[str, ...] = ()
+    changed: TimedPlan | None = None
 
 
 def report(
@@ -154,18 +156,19 @@ def _meaning(best: list[TimedPlan], *, late: bool) -> list[str]:
         best: the plans of the list, fastest first.
         late: whether steps of some plans end without a barrier.
     """
-    differ = "schedule or recomputation differs"
+    differ = "schedule or recomputation"
     others = "others not known"
     if best[0].config.model.has_experts:
         # Few layouts of a model with experts were ever compared.
-        differ = "schedule, recomputation, or etp with experts within a node differs"
-        others = "two with experts between nodes by 41% and 103%"
+        differ = "schedule, recomputation or etp within a node"
+        others = "two by 41% and 103%"
     lines = [
         RESERVED,
         HOST,
         *wrap(LATE * late, _COLUMNS),
-        "how sure: seconds are off by 12% on average, 43% at most (29 published runs); ratios by",
-        f"less than {CLOSE:.0%} if only {differ} (30 pairs), {others}",
+        "how sure: seconds are off by 12% on average, 43% at most (29 published runs); ratios by "
+        "less than",
+        f"{CLOSE:.0%} if only {differ} differs (30 pairs), {others}",
         "assumed: pairs of passes and --tp-comm-overlap hide messages under products; no GPU "
         "measured it",
     ]

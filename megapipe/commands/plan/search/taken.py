@@ -9,12 +9,7 @@ from textwrap import wrap
 from megapipe.commands.plan.pasted import changed, chosen_fields
 from megapipe.commands.plan.search.hiding import hides_unmeasured
 from megapipe.commands.plan.search.listed.asked import NUMBERS, own_schedule
-from megapipe.commands.plan.verdict import (
-    Machine,
-    load_line,
-    of_busy_experts,
-    published_range,
-)
+from megapipe.commands.plan.verdict import Machine, load_line, of_busy_experts, published_range
 from megapipe.config import Config, ParallelConfig
 from megapipe.flags.flag import flags_of as all_flags
 from megapipe.plan import GIB

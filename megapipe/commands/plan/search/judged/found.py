@@ -71,6 +71,8 @@ class SearchResults:
             under its shorter key.
         like_yours: the plan to take of those with the user's own pp and schedule, which a second
             search has found; None if there is none.
+        changed: the fastest plan of the user's flags with one of them changed; None if there is
+            none, or if no change makes it faster.
         plain: the best plan that neither offloads nor recomputes single activations.
         tight: plans that need too much memory, to be tried again with single activations offloaded
             or recomputed.
@@ -88,6 +90,7 @@ class SearchResults:
     finished: list[TimedPlan] = field(default_factory=list)
     by_schedule: bool = False
     like_yours: TimedPlan | None = None
+    changed: TimedPlan | None = None
     plain: TimedPlan | None = None
     tight: list[CandidatePlan] = field(default_factory=list)
     least: tuple[float, CandidatePlan | None] = (inf, None)

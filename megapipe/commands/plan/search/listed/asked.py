@@ -9,7 +9,7 @@ from typing import Any
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.plan.seconds.page import recomputes
-from megapipe.plan.seconds.step import layout_of
+from megapipe.plan.seconds.step import TimedPlan, layout_of
 from megapipe.plan.split import schedule_name
 from megapipe.schedule import SCHEDULES
 from megapipe.schedule.catalogue import PLAIN
@@ -181,16 +181,28 @@ def allows_change(asked: SearchRestrictions, own: Config, changed: Config) -> bo
         changed: this configuration with one flag changed.
     """
     before = own_values(own)
-    chosen: dict[str, Any] = {}
-    for axis, value in own_values(changed).items():
-        if value != before[axis]:
-            chosen[axis] = value
+    values = own_values(changed)
+    return _allows_values(asked, {axis: x for axis, x in values.items() if x != before[axis]})
+
+
+def allows_plan(asked: SearchRestrictions, x: TimedPlan) -> bool:
+    """Return whether a search with these restrictions could have found a plan."""
+    if "moves" in asked.without and x.moves:
+        return False
+    if VOCABULARY in asked.without and x.config.parallel.vocab_parallel_pipeline:
+        return False
+    return _allows_values(asked, own_values(x.config))
+
+
+def _allows_values(asked: SearchRestrictions, values: Mapping[str, str]) -> bool:
+    """Return whether a plan may have these values of axes, in the words of `own_values`."""
+    chosen: dict[str, Any] = {**values}
     if "sharding" in chosen:
         chosen["sharding"] = chosen["sharding"] == "yes"
     if chosen.get("recompute") == "none":
         chosen["recompute"] = None
     name = chosen.get("schedule")
-    return asked.allows(**chosen) and (name is None or asked.allows_schedule(name))
+    return asked.allows(**chosen) and (name not in SCHEDULES or asked.allows_schedule(name))
 
 
 def _values(axis: str, text: str) -> Iterator[str | None]:
