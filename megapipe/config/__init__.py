@@ -23,6 +23,8 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
 
+_PREDICTED = needs("check memory_limit_gib", "only megapipe plan and check use it")
+_NEEDED = needs("check", "a launch needs all its files and folders")
 _LAUNCHED = needs("check", "the launch says it")
 
 
@@ -33,11 +35,12 @@ class CheckConfig:
     check: bool = False
     """Check everything, print the plan and what each flag does, and stop. It takes one process and
     no GPU, and ends with status 0 or 2. Not in Megatron-LM."""
-    rates: Annotated[str | None, _LAUNCHED] = None
-    """Speeds of a device and its links, by which --check and megapipe plan predict seconds: h100,
+    rates: Annotated[str | None, _PREDICTED] = None
+    """Speeds of a device and its links, by which megapipe plan and check predict seconds: h100,
     h200, h800, a100, a100-40, a100-80, b200, rtx4090, l40s, mi300x, or a .json (docs/cluster.md).
-    Default: h100; without it no seconds are predicted for a run on CPUs. Not in Megatron-LM."""
-    check_paths: Annotated[Literal["yes", "no"], _LAUNCHED] = "yes"
+    A run itself predicts nothing by them. Default: h100; on CPUs check has no default. Not in
+    Megatron-LM."""
+    check_paths: Annotated[Literal["yes", "no"], _NEEDED] = "yes"
     """Whether --check needs the run's files and folders. no: it lists missing ones, and goes on
     without them. Not in Megatron-LM."""
     world_size: Annotated[int | None, LISTED, _LAUNCHED] = None

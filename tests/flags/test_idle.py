@@ -102,6 +102,12 @@ def test_what_is_said_to_change_no_number_of_an_update_changes_none():
             ("--eval-interval 5", "nothing is evaluated, without --eval-iters of at least 1"),
         ),
         ("--world-size 4", ("--world-size 4", "the launch says it, without --check")),
+        # User 3's run on CPUs: "the launch says it" read as if a run predicted by the rates.
+        (
+            "--rates h200",
+            ("--rates h200", "only megapipe plan and check use it, without --check or --memory-limit-gib"),
+        ),
+        ("--check-paths no", ("--check-paths no", "a launch needs all its files and folders, without --check")),
         (
             "--override-opt_param-scheduler",
             ("--override-opt_param-scheduler", "nothing is loaded, without --load"),
