@@ -234,8 +234,8 @@ def _seconds(config: Config, plan: Plan) -> str:
     if found is None:
         return UNKNOWN
     return (
-        f"predicted step {in_short(found)}, by the rates of {device.source} "
-        "(--rates): with communication, gradient sums and update"
+        f"predicted step {in_short(found)}, by --rates ({device.source}): with communication, "
+        "gradient sums and update"
     )
 
 

@@ -12,7 +12,7 @@ from megapipe.config import Config
 from megapipe.data.files import nearest_folder
 from megapipe.distributed.device import has_cuda, memory_of
 from megapipe.plan import GIB, Plan
-from megapipe.plan.seconds.device import device_of
+from megapipe.plan.seconds.device import device_of, sizes_of
 from megapipe.plan.seconds.page import save_seconds
 from megapipe.plan.table import checkpoint_bytes, fits_line, host_line, host_of
 
@@ -26,20 +26,23 @@ def device_line(config: Config, plan: Plan) -> str:
     """Return the line of a launch on whether the plan fits the memory of a device.
 
     The device is this machine's first GPU, or the one of --rates where it is given or there is no
-    GPU. The text is empty for a run on CPUs. For a device whose memory is not known, it says so.
+    GPU. The text is empty for a run on CPUs without --rates. For a device whose memory is not
+    known, it says so.
     """
-    if config.parallel.distributed_backend == "gloo":
+    device = device_of(config)
+    if device is None:
         return ""
     here = memory_here()
     if here is not None and config.check.rates is None:
         return fits_line(plan, here, "this GPU")
-    device = device_of(config)
-    if device is None or not device.capacity:
+    if not device.capacity:
+        names = " or ".join(f"--rates {name}" for name in sizes_of(device))
+        remedy = f"Give {names}" if names else "Add it to the file"
         return (
-            "memory of a device: not known, as --rates has no capacity (bytes). For an A100 give "
-            "--rates a100-40 or a100-80; megapipe plan --memory-gib 80 says whether it fits too"
+            f"the memory of a device is not known: --rates ({device.source}) has no capacity "
+            f"(bytes). {remedy}; megapipe plan --memory-gib 80 says whether it fits too"
         )
-    return fits_line(plan, device.capacity, f"{device.source} (--rates)")
+    return fits_line(plan, device.capacity, f"a device by --rates ({device.source})")
 
 
 def no_host_line(config: Config, plan: Plan) -> str:
@@ -54,7 +57,7 @@ def no_host_line(config: Config, plan: Plan) -> str:
     if ranks * host_of(plan, config).most <= device.host:
         return ""
     text = host_line(plan, config, ranks, device.host)
-    return f"memory of a host of {device.source} (--rates), {device.host / GIB:,.4g} GiB: {text}"
+    return f"memory of a host by --rates ({device.source}), {device.host / GIB:,.4g} GiB: {text}"
 
 
 def disk_problems(config: Config, plan: Plan) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -223,6 +224,8 @@ def test_rates_from_a_rehearsal_give_a_plan_the_work_that_was_measured(tmp_path,
     device = load_device("--rates", files[0])
     assert device.memory > 0
     assert [size for size, _ in device.by_message] == sorted(size for size, _ in device.by_message)
+    # A CPU, whose ranks share the memory of the host.
+    assert device.capacity == device.host == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert "measured by megapipe rehearse on" in device.source
     plan.main([*flags, "--rates", files[0], "--json", "-"])
     step = json.loads(capsys.readouterr().out)["step"]["predicted"]

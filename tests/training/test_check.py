@@ -292,10 +292,21 @@ def test_a_check_says_whether_a_plan_fits_a_device_in_the_words_of_a_launch(save
 @pytest.mark.parametrize(
     "rates, says",
     [
-        ("h200", "memory of H200's data sheet (--rates), 141 GiB, 14.1 reserved: peak "),
-        ("a100", "memory of a device: not known, as --rates has no capacity (bytes)."),
-        ('{"flops": 1e12}', "memory of a device: not known, as --rates has no capacity (bytes)."),
-        ('{"capacity": 1073741824, "source": "a phone"}', "memory of a phone (--rates), 1 GiB, 0.1 reserved: peak "),
+        ("h200", "memory of a device by --rates (H200's data sheet), 141 GiB, 14.1 reserved: peak "),
+        (
+            "a100",
+            "the memory of a device is not known: --rates (A100's data sheet) has no capacity (bytes). "
+            "Give --rates a100-40 or --rates a100-80; ",
+        ),
+        # No A100 is meant here, of which the same line spoke.
+        (
+            '{"flops": 1e12, "source": "mine"}',
+            "the memory of a device is not known: --rates (mine) has no capacity (bytes). Add it to the file; ",
+        ),
+        (
+            '{"capacity": 1073741824, "source": "a phone"}',
+            "memory of a device by --rates (a phone), 1 GiB, 0.1 reserved: peak ",
+        ),
     ],
 )
 def test_rates_say_the_memory_of_a_device_that_is_not_here(capsys, monkeypatch, tmp_path, rates, says):
@@ -304,7 +315,9 @@ def test_rates_say_the_memory_of_a_device_that_is_not_here(capsys, monkeypatch, 
         (tmp_path / "rates.json").write_text(rates)
         rates = str(tmp_path / "rates.json")
     pretrain_gpt.main([*RUN.split(), "--rates", rates])
-    assert f"\n{says}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"\n{says}" in said
+    assert re.search(r"\npredicted step .*, by --rates \(.*\): with communication", said)
 
 
 def test_a_check_says_of_a_full_host_what_a_plan_says(capsys, tmp_path):
@@ -315,7 +328,7 @@ def test_a_check_says_of_a_full_host_what_a_plan_says(capsys, tmp_path):
         rates.write_text(json.dumps({"host": host, "node": 8, "source": "a laptop"}))
         pretrain_gpt.main(line)
         checked = capsys.readouterr().out
-        assert ("memory of a host of a laptop (--rates), 0.0009766 GiB: on a host 8 ranks" in checked) == full
+        assert ("memory of a host by --rates (a laptop), 0.0009766 GiB: on a host 8 ranks" in checked) == full
         words = [x for x in line if x != "--check"]
         command("plan")(words)
         said = re.search(r"on a host 8 ranks need .* more than it has", capsys.readouterr().out)

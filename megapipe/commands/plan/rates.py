@@ -98,8 +98,8 @@ def rates_of(alone: Alone, config: Config, plan: Plan, found: Forecast) -> dict[
         "overhead": found.costs.overhead,
         "host": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
-    if alone.capacity:
-        rates["capacity"] = alone.capacity
+    # Ranks on a CPU share the memory of the host.
+    rates["capacity"] = alone.capacity or rates["host"]
     if alone.messages:
         rates["inside"] = [list(row) for row in alone.messages]
         rates["node"] = max(2, torch.cuda.device_count())

@@ -13,7 +13,7 @@ from math import inf
 from megapipe.config import Config
 from megapipe.plan import GIB, Plan, pieces_of
 from megapipe.plan.logits import FREE
-from megapipe.plan.seconds.device import DEVICES, Device
+from megapipe.plan.seconds.device import DEVICES, Device, sizes_of
 from megapipe.plan.seconds.messages import expert_extent
 from megapipe.plan.seconds.step import TimedPlan
 from megapipe.plan.table import fits, host_line, host_of
@@ -100,8 +100,7 @@ def other_device(memory_gib: float | None, device: Device) -> list[str]:
     """
     known = device.capacity / GIB
     if memory_gib is None and not known and device != Device():
-        alike = [name for name, x in DEVICES.items() if x.capacity and x.source == device.source]
-        another = " or ".join([*(f"--rates {name}" for name in alike), "--memory-gib"])
+        another = " or ".join([*(f"--rates {name}" for name in sizes_of(device)), "--memory-gib"])
         return [
             f"the memory of a device is not known ({device.source}): {MEMORY:g} GiB are assumed, "
             f"and {another} says another"

@@ -36,12 +36,13 @@ class Device:
         latency: seconds of each message and of each collective.
         overhead: seconds that each pass takes in addition to its work.
         peak: FLOP/s of the data sheet, in which MFU is measured.
-        source: where these numbers come from, in words.
+        source: where these numbers come from, in words that can stand in parentheses.
         memory: memory bandwidth, in bytes per second that an update reads and writes; 0 if updates
             are to take no time.
         host: bytes of memory of a node's host. The default is a DGX H100's, 2 TiB.
         disk: bytes per second that all ranks together write of a checkpoint; 0 if not known.
-        capacity: bytes of the device's memory; 0 if not known.
+        capacity: bytes of the device's memory; 0 if not known. If it is equal to `host`, the
+            device is a CPU, whose ranks share this memory: see `among`.
         by_product: pairs (FLOP of a matrix product, its FLOP/s); () if products of every size reach
             `flops`.
         by_message: pairs (bytes of a message within a node, its seconds); () to use `inside` and
@@ -64,6 +65,12 @@ class Device:
     by_product: Sizes = ()
     by_message: Sizes = ()
     by_far_message: Sizes = ()
+
+    def among(self, ranks: int) -> Device:
+        """Return this device for a run of `ranks`: on a CPU each has an equal part of the host."""
+        if self.capacity != self.host:
+            return self
+        return replace(self, capacity=self.host / min(self.node, ranks))
 
     @property
     def links(self) -> str:
@@ -325,10 +332,15 @@ def device_of(config: Config) -> Device | None:
     """
     given = config.check.rates
     if given is not None:
-        return load_device("--rates", given)
+        return load_device("--rates", given).among(config.check.world_size or config.world_size)
     if config.parallel.distributed_backend == "gloo":
         return None
     return DEVICES["h100"]
+
+
+def sizes_of(device: Device) -> list[str]:
+    """Return the names of DEVICES with the speeds of this device whose memory is known."""
+    return [name for name, x in DEVICES.items() if x.capacity and x.source == device.source]
 
 
 def capacity_of(config: Config) -> float:
@@ -336,7 +348,8 @@ def capacity_of(config: Config) -> float:
 
     They count under --memory-limit-gib alone, and without it no file is read.
     """
-    rates = config.check.rates
-    if rates is None or config.parallel.memory_limit_gib is None:
+    if config.check.rates is None or config.parallel.memory_limit_gib is None:
         return 0.0
-    return load_device("--rates", rates).capacity
+    device = device_of(config)
+    assert device is not None
+    return device.capacity

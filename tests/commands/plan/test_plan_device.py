@@ -9,6 +9,7 @@ import pytest
 from megapipe.commands.main import command
 from megapipe.commands.plan.verdict import other_device
 from megapipe.errors import ConfigError
+from megapipe.plan import GIB
 from megapipe.plan.seconds.device import DEVICES, Device
 from tests.commands.plan.lines import DENSE, MODEL, told
 
@@ -123,3 +124,21 @@ def test_a_memory_that_is_not_of_the_device_whose_speeds_count_is_named():
     (line,) = other_device(None, DEVICES["a100"])
     assert line.endswith("80 GiB are assumed, and --rates a100-40 or --rates a100-80 or --memory-gib says another")
     assert other_device(None, Device()) == []
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 12), (4, 6), (8, 6)])
+def test_ranks_on_a_cpu_share_the_memory_of_the_host_in_a_plan_and_in_a_check(ranks, each, tmp_path, capsys):
+    """For one laptop a plan assumed 80 GiB, which left 71.9 to spare, and a check spoke of A100s."""
+    rates = tmp_path / "rates.json"
+    source = "measured by megapipe rehearse on x86_64"
+    rates.write_text(json.dumps({"host": 24 * GIB, "capacity": 24 * GIB, "node": 4, "source": source}))
+    line = [*MODEL.split(), "--world-size", str(ranks), "--rates", str(rates)]
+    command("plan")(line)
+    said = capsys.readouterr().out
+    assert f"a device has {each} GiB, {each / 10:.3g} of them reserved; {min(ranks, 4)} on a host of 24 GiB" in said
+    assert "assumed, and" not in said
+    for on_cpus in ([], ["--distributed-backend", "gloo"]):
+        command("check")([*line, *on_cpus])
+        said = capsys.readouterr().out
+        assert f"memory of a device by --rates ({source}), {each} GiB, {each / 10:.3g} reserved: peak " in said
+        assert f", by --rates ({source}): with communication" in said
