@@ -273,7 +273,7 @@ def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
     except ScheduleError as error:
         raise ConfigError(
             f"{COSTS} {config.parallel.pipeline_costs}: {error} Write it again for these flags, "
-            "with megapipe plan --measure --save-costs FILE, or give numbers in place of lists."
+            "with megapipe plan --save-costs FILE, or give numbers in place of lists."
         ) from None
     return costs.of_positions(place.chain)
 

@@ -40,9 +40,12 @@ from megapipe.plan import (
 )
 from megapipe.plan.seconds.device import Device, device_of
 from megapipe.plan.seconds.links import by_rates
+from megapipe.plan.seconds.messages import with_messages
 from megapipe.plan.seconds.page import digest, page, predicted
+from megapipe.plan.seconds.step import in_seconds, of_a_flop
 from megapipe.plan.table import host_of
 from megapipe.schedule import Costs
+from megapipe.schedule.costs import HEAD
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.text import to_json
 
@@ -74,7 +77,8 @@ class Flags(SearchFlags):
     costs: str | None = None
     """A .json with times of passes and messages, as --pipeline-costs of a run."""
     save_costs: str | None = None
-    """Write the costs of this plan's stages to this .json, for --pipeline-costs of a run."""
+    """Write the costs of this plan's stages to this .json, for --pipeline-costs of a run and --costs
+    of megapipe schedules: in seconds with --rates, else in FLOPs."""
     save_schedule: str | None = None
     """Write the table to this .json, for --pipeline-schedule of a run. It has copies and
     recomputations too."""
@@ -151,7 +155,7 @@ def main(argv: Sequence[str]) -> None:
     tell("\n".join(line for line in text if line), numbers(plan, config, device), flags.json)
     # The files come last, so that a full disk does not cost the printed plan.
     if flags.save_costs:
-        save_costs(with_head(plan), flags.save_costs)
+        save_costs(*to_save(plan, config, device), flags.save_costs)
     if flags.save_schedule:
         write_complete(flags.save_schedule, to_json(plan.schedule))
         readers = "--pipeline-schedule of a run and megapipe schedules show"
@@ -265,17 +269,35 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
     }
 
 
-def with_head(plan: Plan) -> Costs:
-    """Return the costs of a plan, which say what of its last stage is the head, if that is so."""
-    head = plan.pieces.head
-    # Elsewhere the head is no part of the last stage, or the times have a unit of their own.
-    if plan.given is not None or plan.pieces.depths or plan.schedule.placement.vocabulary:
-        return plan.costs
-    return replace(plan.costs, head_f=head.f, head_b=head.b, head_w=head.w)
+def to_save(plan: Plan, config: Config, device: Device) -> tuple[Costs, str]:
+    """Return the costs of a plan's stages, and their unit in words.
+
+    Costs are in seconds with --rates, messages included, and else in FLOPs. They say what of the
+    last stage is the head, if that is so.
+
+    Args:
+        config: the configuration of the plan.
+        device: the device of --rates.
+    """
+    if plan.given is not None:
+        return plan.costs, "in the unit of --costs"
+    costs = plan.costs
+    unit = "FLOPs"
+    of_head = 1.0
+    if config.check.rates is not None:
+        costs = with_messages(in_seconds(plan, config, device), plan, config, device)
+        unit = "seconds, by --rates"
+        of_head = of_a_flop(plan, config, device)
+    # Elsewhere the head is no part of the last stage.
+    if not (plan.pieces.depths or plan.schedule.placement.vocabulary):
+        head = plan.pieces.head
+        parts = {name: of_head * x for name, x in zip(HEAD, (head.f, head.b, head.w), strict=True)}
+        costs = replace(costs, **parts)
+    return costs, f"in {unit}"
 
 
-def save_costs(costs: Costs, path: str) -> None:
-    """Write the costs of a plan's stages to the .json at `path`, and print which flags read it."""
+def save_costs(costs: Costs, unit: str, path: str) -> None:
+    """Write the costs of stages to the .json at `path`, and print their unit and readers."""
     write_complete(path, dump_costs(costs))
     readers = "--pipeline-costs of a run and --costs of megapipe schedules"
-    say(f"costs of the stages: {path}, for {readers}")
+    say(f"costs of the stages, {unit}: {path}, for {readers}")

@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
     text += f"\ncommunication is not measured: {links}"
     tell(text, numbers(plan, shown, found), flags.json)
     if flags.save_costs:
-        save_costs(found.costs, flags.save_costs)
+        save_costs(found.costs, "in measured seconds", flags.save_costs)
     if flags.save_rates:
         save_rates(flags.save_rates, config, plan, forecast(config, plan, shown))
 

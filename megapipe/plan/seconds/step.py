@@ -227,11 +227,16 @@ def _least(config: Config, plan: Plan, device: Device) -> float:
 def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
     """Return the costs of a plan in seconds, without communication."""
     costs = plan.costs
-    tp = config.parallel.tensor_model_parallel_size
-    rate = 1 / (tp * device.rate(mean_product(plan) / tp))
+    rate = of_a_flop(plan, config, device)
     # s, t and e of a shared vocabulary are one number for all ranks.
     scaled: dict[str, Any] = {name: times(rate, getattr(costs, name)) for name in "fbwolste"}
     return replace(costs, **scaled, overhead=device.overhead)
+
+
+def of_a_flop(plan: Plan, config: Config, device: Device) -> float:
+    """Return the seconds that a FLOP of a plan's passes takes, which tensor ranks share."""
+    tp = config.parallel.tensor_model_parallel_size
+    return 1 / (tp * device.rate(mean_product(plan) / tp))
 
 
 def mean_product(plan: Plan) -> float:

@@ -71,9 +71,9 @@ def in_units(
 ) -> tuple[Sequence[Costs], float | None, str]:
     """Return costs with smaller numbers, and a line that says the units.
 
-    `megapipe plan --save-costs` writes FLOPs and bytes, and a rehearsal seconds and bytes. Other
-    costs are returned unchanged. So are several costs: each might have units of its own, and a
-    limit is in the same unit for all.
+    `megapipe plan --save-costs` writes FLOPs and bytes; with --rates it writes seconds and bytes, as
+    a rehearsal does. Other costs are returned unchanged. So are several costs: each might have
+    units of its own, and a limit is in the same unit for all.
 
     Args:
         memory: a limit in the unit of the costs; None for none.
@@ -91,7 +91,7 @@ def in_units(
         peak = "peak in activations of a microbatch in 1/p of the model"
         return costs, memory, f"times in the unit of --costs; {peak}"
     unit = 1.0
-    times = "seconds, if a rehearsal wrote the file"
+    times = "seconds, if megapipe rehearse or megapipe plan --rates wrote the file"
     if max(first.f) > _LARGE:
         unit = _TERA
         times = (

@@ -142,3 +142,27 @@ def test_ranks_on_a_cpu_share_the_memory_of_the_host_in_a_plan_and_in_a_check(ra
         said = capsys.readouterr().out
         assert f"memory of a device by --rates ({source}), {each} GiB, {each / 10:.3g} reserved: peak " in said
         assert f", by --rates ({source}): with communication" in said
+
+
+@pytest.mark.parametrize(
+    "split", ["", "--tensor-model-parallel-size 2", "--pipeline-slices 2", "--pipeline-schedule zb-h1"]
+)
+def test_costs_that_are_saved_with_rates_are_seconds_in_which_a_run_makes_the_plan_that_was_printed(
+    split, tmp_path, capsys
+):
+    """`schedules show --costs` of the file said makespan 52667036467, and the plan 6.28 s."""
+    file = str(tmp_path / "costs.json")
+    line = [*MODEL.split(), *split.split(), "--world-size", "4"]
+    command("plan")([*line, "--rates", "h100", "--save-costs", file, "--json", f"{file}n"])
+    assert f"costs of the stages, in seconds, by --rates: {file}, for" in capsys.readouterr().out
+    found = json.loads(Path(f"{file}n").read_text())["step"]["predicted"]
+    after = sum(found["shares"].get(name, 0.0) for name in ("gradient sums", "update"))
+    by_costs = told([*line, "--costs", file], capsys)["step"]["time"]
+    assert by_costs == pytest.approx(found["seconds"] * (1 - after), rel=1e-3)
+    if split:
+        return
+    # Without --rates they are FLOPs, of which the head is the same part.
+    command("plan")([*line, "--save-costs", f"{file}f"])
+    assert f"costs of the stages, in FLOPs: {file}f, for" in capsys.readouterr().out
+    seconds, flops = (json.loads(Path(name).read_text()) for name in (file, f"{file}f"))
+    assert seconds["head_f"] / seconds["f"][-1] == pytest.approx(flops["head_f"] / flops["f"][-1])

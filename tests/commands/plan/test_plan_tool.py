@@ -42,7 +42,7 @@ def test_costs_of_a_rehearsal_are_those_of_another_plan(tmp_path):
     words = f"--world-size 2 --steps 1 --save-costs {file} -- --distributed-backend gloo"
     measured = run(["tools/rehearse.py", *words.split(), *MODEL.split()])
     assert measured.returncode == 0, measured.stderr
-    assert f"costs of the stages: {file}, for --pipeline-costs of a run" in measured.stdout
+    assert f"costs of the stages, in measured seconds: {file}, for --pipeline-costs of a run" in measured.stdout
     costs = load_costs(file)
     assert isinstance(costs.f, tuple)
     assert len(costs.f) == 2  # seconds of two stages, the second with the head
