@@ -1,19 +1,48 @@
-"""Describe the table of `show` in lines: what its flags changed, and what its parts cost."""
+"""Describe the table of `show` in lines: what its flags changed, and what its parts cost.
+
+Before it is built, `divided` says how costs of other stages are divided for it.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import replace
 
-from megapipe.commands.composed import cutting
+from megapipe.commands.composed import cutting, recipe_of
+from megapipe.schedule import Costs
 from megapipe.schedule.families.sharding.runs import SHARDS
 from megapipe.schedule.ingredients import FixedCosts
 from megapipe.schedule.passes import Placement
 from megapipe.schedule.recipe import Built, Recipe
 from megapipe.schedule.search.auto import describe_search
+from megapipe.schedule.views.divided import over_stages, said_of
 from megapipe.schedule.views.features.moved import describe_moves, describe_shards
 from megapipe.schedule.views.features.paired import describe_pairs
 from megapipe.schedule.views.features.sliced import describe_keys, describe_slices, references
+
+
+def divided(args: Namespace) -> tuple[Costs, list[str]]:
+    """Return the costs for the stages of the table that `show` names, and lines that say so.
+
+    Costs that name other stages are divided as in `compare`, if they can be. They are returned
+    unchanged for a search, which makes as many stages as they name, and with --depths, which costs
+    name after the stages.
+
+    Args:
+        args: the parsed flags of `show`.
+    """
+    costs: Costs = args.costs
+    if args.depths or not isinstance(costs.f, tuple):
+        return costs, []
+    # Only a table says how many stages it has, and costs of other stages could not make it.
+    order = recipe_of(Namespace(**{**vars(args), "costs": Costs(), "memory": None}))
+    if order.search is not None:
+        return costs, []
+    stages = order.chain(FixedCosts()).placement.chain
+    fitted = over_stages(costs, stages)
+    if fitted == costs:
+        return costs, []
+    return fitted, said_of(costs, {stages})
 
 
 def described(built: Built, args: Namespace) -> list[str]:

@@ -21,7 +21,7 @@ from megapipe.commands.composed import (
     stated,
     with_parts,
 )
-from megapipe.commands.described import described
+from megapipe.commands.described import described, divided
 from megapipe.commands.progress import Progress
 from megapipe.commands.schedule_flags import STDOUT, parsed
 from megapipe.data.files import file_problems, folder_problems, write_complete
@@ -35,7 +35,7 @@ from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import parts_line, to_line
 from megapipe.schedule.text import load, to_csv, to_json
 from megapipe.schedule.views.compare import to_table
-from megapipe.schedule.views.divided import in_units, said_of
+from megapipe.schedule.views.divided import OWN_COSTS, in_units, said_of
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.features.moved import refuse_unfinished
 from megapipe.schedule.views.features.paired import paired_table
@@ -60,9 +60,13 @@ def main(argv: Sequence[str]) -> int:
         return run[args.command](args)
     except ScheduleError as error:
         # The user has not typed `Costs`, but the flag that filled it.
-        if not str(error).startswith("Costs."):
+        text = str(error)
+        if not text.startswith("Costs."):
             raise
-        raise ScheduleError(f"--costs: {error}") from None
+        remedy = ""
+        if " stages, but the model is cut in " in text:
+            remedy = f" Give one number for all stages, or write the costs of yours: {OWN_COSTS}"
+        raise ScheduleError(f"--costs: {text.removeprefix('Costs.')}{remedy}") from None
 
 
 def _priced(costs: Costs, share: float | None) -> Costs:
@@ -130,6 +134,7 @@ def run_show(args: Namespace) -> int:
     # The costs and the flags of copies are complete before any table is built.
     args.costs = _attending(_priced(args.costs, args.comm_share), args, [args.name])
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
+    args.costs, said = divided(args)
     made = composed(args)
     lines = made.notes + described(made.built, args)
     # Two steps show how --post-validation lets them overlap. Files of tables have one step.
@@ -140,11 +145,17 @@ def run_show(args: Namespace) -> int:
     if printed:
         return 0
     # Files replace the drawing on the terminal, but not the facts.
-    if not figure.named and not (args.json or args.csv or args.svg or args.perfetto):
-        width, _ = shutil.get_terminal_size((100, 24))
+    width, _ = shutil.get_terminal_size((100, 24))
+    kinds = ("json", "csv", "svg", "perfetto", "png", "pdf")
+    files = [str(path) for kind in kinds if (path := getattr(args, kind))]
+    if files:
+        print(f"written, and not drawn here: {', '.join(files)}")
+    else:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(to_terminal(shown, args.costs, width=width, colour=colour))
     print("\n".join(facts(shown, args.costs, args.memory) + lines))
+    for line in said:
+        print(textwrap.fill(line, width, break_on_hyphens=False))
     return 0
 
 
@@ -299,7 +310,7 @@ def _print_points(points: Sequence[Comparison]) -> None:
                 "what follows is of the others alone."
             )
         for line in [*said, *point.advice]:
-            print(textwrap.fill(line, width))
+            print(textwrap.fill(line, width, break_on_hyphens=False))
 
 
 def _print_idle(args: Namespace, names: Sequence[str]) -> None:

@@ -77,8 +77,8 @@ class Flags(SearchFlags):
     costs: str | None = None
     """A .json with times of passes and messages, as --pipeline-costs of a run."""
     save_costs: str | None = None
-    """Write the costs of this plan's stages to this .json, for --pipeline-costs of a run and --costs
-    of megapipe schedules: in seconds with --rates, else in FLOPs."""
+    """Write the costs of this plan's stages to this .json, for --pipeline-costs of a run: seconds
+    with --rates, else FLOPs."""
     save_schedule: str | None = None
     """Write the table to this .json, for --pipeline-schedule of a run. It has copies and
     recomputations too."""

@@ -17,6 +17,8 @@ _GIGA = 2.0**30
 _TERA = 1e12
 _LARGE = 1e9
 """Times of more than this are no seconds, but FLOPs of `megapipe plan --save-costs`."""
+OWN_COSTS = "megapipe plan <flags> --pipeline-schedule NAME --save-costs FILE"
+"""The command that writes the costs of a schedule's own stages."""
 _BYTES = 2.0**20
 """Memory of more than this is in bytes, as in all files of `--save-costs`."""
 
@@ -130,5 +132,5 @@ def said_of(costs: Costs, stages: set[int]) -> list[str]:
         f"the costs name {len(costs.f)} stages. For schedules of {counts} stages each is divided "
         f"equally, or neighbours are merged: the sums are the same, but {spread} is "
         "spread over all parts of its stage. For the costs of such a schedule's own stages: "
-        "megapipe plan <flags> --pipeline-schedule NAME --save-costs FILE"
+        f"{OWN_COSTS}"
     ]
