@@ -18,14 +18,10 @@ from megapipe.config.guards import GuardConfig
 from megapipe.config.log import LogConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.model.fp8 import SHARED_SCALES
-from megapipe.config.notes import LISTED, NO_FLAG, needs
+from megapipe.config.notes import LAUNCHED, LISTED, NEEDED, NO_FLAG, PREDICTED
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
-
-_PREDICTED = needs("check memory_limit_gib", "only megapipe plan and check use it")
-_NEEDED = needs("check", "a launch needs all its files and folders")
-_LAUNCHED = needs("check", "the launch says it")
 
 
 @dataclass(frozen=True)
@@ -35,15 +31,15 @@ class CheckConfig:
     check: bool = False
     """Check everything, print the plan and what each flag does, and stop. It takes one process and
     no GPU, and ends with status 0 or 2. Not in Megatron-LM."""
-    rates: Annotated[str | None, _PREDICTED] = None
+    rates: Annotated[str | None, PREDICTED] = None
     """Speeds of a device and its links, by which megapipe plan and check predict seconds: h100,
     h200, h800, a100, a100-40, a100-80, b200, rtx4090, l40s, mi300x, or a .json (docs/cluster.md).
     A run itself predicts nothing by them. Default: h100; on CPUs check has no default. Not in
     Megatron-LM."""
-    check_paths: Annotated[Literal["yes", "no"], _NEEDED] = "yes"
+    check_paths: Annotated[Literal["yes", "no"], NEEDED] = "yes"
     """Whether --check needs the run's files and folders. no: it lists missing ones, and goes on
     without them. Not in Megatron-LM."""
-    world_size: Annotated[int | None, LISTED, _LAUNCHED] = None
+    world_size: Annotated[int | None, LISTED, LAUNCHED] = None
     """Number of processes that --check assumes. Default: WORLD_SIZE in the environment, else 1. Not
     in Megatron-LM."""
 

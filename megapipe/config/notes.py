@@ -308,3 +308,9 @@ def read_by(*optimizers: str, instead: str) -> ReadBy:
         return chosen not in optimizers and ":" not in chosen  # FILE.py:NAME is the user's own
 
     return ReadBy(unread, instead)
+
+
+PREDICTED = needs("check memory_limit_gib", "only megapipe plan and check use it")
+NEEDED = needs("check", "a launch needs all its files and folders")
+LAUNCHED = needs("check", "the launch says it")
+"""The flags of --check, in a launch."""
