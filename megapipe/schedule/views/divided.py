@@ -73,7 +73,7 @@ def in_units(
 ) -> tuple[Sequence[Costs], float | None, str]:
     """Return costs with smaller numbers, and a line that says the units.
 
-    `megapipe plan --save-costs` writes FLOPs and bytes; with --rates it writes seconds and bytes, as
+    `megapipe plan --save-costs` writes FLOPs and bytes, and with --rates seconds and bytes, as
     a rehearsal does. Other costs are returned unchanged. So are several costs: each might have
     units of its own, and a limit is in the same unit for all.
 
