@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from nightly import by_night
 
 from megapipe.commands.main import command
 from megapipe.commands.plan.verdict import other_device
@@ -40,9 +41,10 @@ def test_a_named_device_has_its_own_memory(device, gib, capsys):
         command("plan")([*line, "--rates", f"{device}-2"])
 
 
-@pytest.mark.parametrize(
-    "own", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
-)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.mark.parametrize("own", by_night(["", FULL], day=[FULL]))
 def test_a_plan_without_rates_has_an_h100s_seconds_and_its_memory(own, tmp_path, capsys):
     """Speeds were an H100's, but no memory was known: changes that need more of it were left out without a word."""
     rates = tmp_path / "rates.json"

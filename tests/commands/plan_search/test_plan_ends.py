@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from nightly import by_night
 from small_searches import MODEL, SLOW, found_by, page_of
 
 from megapipe.checks.run import flag_problems
@@ -335,7 +336,7 @@ def test_where_nothing_fits_the_nearest_plan_has_the_layers_with_which_it_needs_
     assert set(found.nearest.plan.counts) != {2}
 
 
-@pytest.mark.parametrize("layers", [7, 12])
+@pytest.mark.parametrize("layers", by_night([7, 12], day=[7]))
 def test_where_no_sharded_plan_fits_a_device_with_a_little_less_than_the_nearest_has_no_plan(layers):
     """A plan was said to miss by 46 GiB, that missed by one: each layer's weights may be gathered alone."""
     own = f"--num-layers {layers} --hidden-size 128 --use-megatron-fsdp --micro-batch-size 1 --global-batch-size 8"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
+from nightly import by_night
 from small_searches import MODEL, SLOW, found_by, page_of, run_search
 
 from megapipe.checks.run import flag_problems
@@ -99,11 +100,11 @@ def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the
     assert of_zero_1(found) < of_zero_1(shown)
 
 
-@pytest.mark.parametrize(
-    "gpus, batch, memory, device",
-    [(2, 32, 1.0, SLOW), (4, 4, 1.0, SLOW), (2, 8, 0.0042, replace(SLOW, inside=1e10))],
-    ids=["two devices", "four devices", "little memory"],
-)
+TWO_DEVICES = [(2, 32, 1.0, SLOW)]
+SEARCHES = [*TWO_DEVICES, (4, 4, 1.0, SLOW), (2, 8, 0.0042, replace(SLOW, inside=1e10))]
+
+
+@pytest.mark.parametrize("gpus, batch, memory, device", by_night(SEARCHES, day=TWO_DEVICES))
 def test_the_best_that_is_found_is_the_best_of_all(gpus, batch, memory, device, capsys):
     flags = [*MODEL.split(), "--global-batch-size", str(batch)]
     config = parse(Config, flags)
@@ -245,7 +246,7 @@ def test_slices_fill_a_pipeline_that_two_long_sequences_leave_empty(capsys):
     own = "--seq-length 4096 --max-position-embeddings 4096 --global-batch-size 2"
     flags = [*MODEL.split(), *own.split()]
     far = replace(SLOW, outside=3e6, node=1)  # too far apart for anything but a pipeline
-    found = found_by(own, 4, GIB, far)
+    found = found_by(own, 4, GIB, far, tp="1", micro="1", sharding="no")
     whole = min(x.step for x in found.best.values())
     try_slices(found, "auto", Machine(GIB), far)
     first = min(found.best.values(), key=lambda x: x.step)
