@@ -10,7 +10,7 @@ import pytest
 from small_searches import MODEL, SLOW, found_by, page_of, run_search
 
 from megapipe.commands.plan.main import main
-from megapipe.commands.plan.one_change import change_lines, one_change
+from megapipe.commands.plan.one_change import change_lines, one_change, surest
 from megapipe.commands.plan.pasted import changed
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.like_yours import like_yours, narrowed
@@ -117,6 +117,18 @@ def test_a_plan_of_your_flags_with_one_changed_is_listed_and_may_be_taken(capsys
     assert f": {change['step_s']:.4g} s, " in said.out.partition("one change alone: ")[2].partition("\n")[0]
     own = configured(line)
     assert len(changed(own, parse(Config, [*MODEL.split(), *line.split(), *change["flags"]]))) == 1
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_your_flags_with_one_changed_are_of_a_search_without_pipelines_if_they_have_none(pp):
+    """A search --without pipeline listed no plan with one flag changed, whatever the user's flags."""
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    line = f"--global-batch-size 8 --pipeline-model-parallel-size {pp} --padded-vocab-size 1024 {full}"
+    mine = of_run(replace(configured(line).with_batch(8), world_size=2), SLOW)
+    changes = one_change(mine, SLOW, Machine(GIB))
+    assert surest(mine, changes, Machine(GIB), ANYTHING) is not None
+    found = surest(mine, changes, Machine(GIB), SearchRestrictions(without=frozenset(["pipeline"])))
+    assert (found is None) == (pp > 1)
 
 
 def test_stages_by_their_layers_and_by_their_number_are_one_flag():

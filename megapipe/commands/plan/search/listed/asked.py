@@ -59,7 +59,7 @@ class SearchRestrictions:
         """
         if "sharding" in self.without and chosen.get("sharding"):
             return False
-        if "pipeline" in self.without and chosen.get("pp", 1) != 1:
+        if "pipeline" in self.without and _word(chosen.get("pp", 1)) != "1":
             return False
         if "recompute" in self.without and chosen.get("recompute"):
             return False
