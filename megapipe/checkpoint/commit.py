@@ -66,8 +66,7 @@ def newest(root: Path) -> int | None:
 
     Args:
         root: the folder that holds the checkpoints' folders and the pointer to the newest one.
-    Raises: CheckpointError if the pointer is not an iteration or names a missing checkpoint, or if
-        `root` is a checkpoint itself.
+    Raises: CheckpointError if the pointer names no checkpoint, or if `root` is one itself.
     """
     if (root / MANIFEST).exists():
         if _NAME.fullmatch(root.name):
@@ -79,12 +78,14 @@ def newest(root: Path) -> int | None:
             f"{root} is one checkpoint, and its folder was renamed; "
             "it was called iter_ and seven digits"
         )
-    # The pointer first: a save that ends meanwhile makes the folder before it points to it.
-    text = (root / POINTER).read_bytes() if (root / POINTER).exists() else None
-    there = iterations_in(root)
+    text: bytes | None = None
+    before: bytes | None = b""
+    # A save that ends meanwhile moves the pointer, and may remove the checkpoint before.
+    while text != before:
+        before, there = text, iterations_in(root)
+        text = (root / POINTER).read_bytes() if (root / POINTER).exists() else None
     if text is None:
-        # A folder has its name only when it is complete: the first save was cut off just before
-        # its pointer.
+        # A folder has its name once it is complete: a first save was cut off before its pointer.
         return there[-1] if there else None
     # Megatron-LM's converters write this word in place of a number.
     if text.strip() == b"release" and (root / "release").is_dir():
@@ -159,8 +160,7 @@ def begin(root: Path, iteration: int) -> Path:
     final = folder_of(root, iteration)
     if final.exists():
         # A save that was cut off before its pointer left it, or the pointer was moved back by hand.
-        # It is renamed and not removed: until the new one is complete these are the only weights
-        # of that iteration.
+        # It is renamed: until the new one is complete it has the only weights of that iteration.
         os.rename(final, aside(final, "old"))
     folder = aside(final, "tmp")
     folder.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -124,9 +125,10 @@ def test_the_order_on_the_disk_names_nothing_before_it_is_there(tmp_path, monkey
     assert len(os.listdir("/proc/self/fd")) == before, "no handle stays open"
 
 
-def test_the_newest_is_found_while_a_save_ends(tmp_path, monkeypatch):
+@pytest.mark.parametrize("first", ["listing", "saving"])
+def test_the_newest_is_found_while_a_save_ends_and_removes_the_one_before(first, tmp_path, monkeypatch):
     """A program that read the folder of a run was told: names iteration 7, but there is no iter_0000007."""
-    save(tmp_path, 6)
+    before = save(tmp_path, 6)
     real, saved = os.listdir, []
 
     def listdir(path):
@@ -134,10 +136,10 @@ def test_the_newest_is_found_while_a_save_ends(tmp_path, monkeypatch):
         if not saved:
             saved.append(7)
             save(tmp_path, 7)
-        return found
+            shutil.rmtree(before)
+        return found if first == "listing" else real(path)
 
     monkeypatch.setattr(os, "listdir", listdir)
-    assert commit.newest(tmp_path) == 6
     assert commit.newest(tmp_path) == 7
 
 
