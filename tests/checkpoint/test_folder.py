@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import shutil
 from types import SimpleNamespace
 
 import pytest
