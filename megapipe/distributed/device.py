@@ -115,8 +115,8 @@ def memory_of(device: torch.device) -> int | None:
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an error says that no memory can hold a tensor, on a GPU or the host."""
-    # torch has no exception class for missing memory of the host, or for too large a size.
-    pattern = "allocate memory|out of memory|[Oo]verflow"
+    # torch has no exception class for missing memory of the host or NCCL's, or too large a size.
+    pattern = "allocate memory|out of memory|[Oo]verflow|Failed to (CUDA )?(host |[cm])alloc"
     return isinstance(error, MemoryError) or bool(re.search(pattern, str(error)))
 
 

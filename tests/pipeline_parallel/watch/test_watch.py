@@ -81,11 +81,18 @@ def test_an_error_of_the_watchs_own_ends_neither_the_watch_nor_what_it_says_at_t
 
 NCCLS = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.27.5\n"
 NCCLS += "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+ITS_OWN = NCCLS.partition("Cuda failure")[0] + "Failed to CUDA calloc async 608 bytes"
 GLOOS = "[gloo/transport/tcp/pair.cc:534] Cannot allocate memory"
 
 
 @pytest.mark.parametrize(
-    "error", [DistBackendError(NCCLS), RuntimeError(GLOOS), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")]
+    "error",
+    [
+        DistBackendError(NCCLS),
+        DistBackendError(ITS_OWN),
+        RuntimeError(GLOOS),
+        torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"),
+    ],
 )
 def test_a_rank_that_lacks_memory_in_a_collective_is_named_with_that_in_one_line(monkeypatch, store, error):
     """In the gather of a save. All were told: no message is missing; rank 0 has been longest in its place."""
