@@ -282,17 +282,17 @@ def _order(args: Namespace) -> Recipe:
     if missing := [name for name in ("pp", "microbatches") if getattr(args, name) is None]:
         flags = _named(missing, " and ")
         raise ScheduleError(f"show {args.name} needs {flags}, such as --pp 4 --microbatches 8")
-    recipe = Recipe(
-        args.name,
-        args.pp,
-        args.microbatches,
-        args.chunks,
-        options=tuple(args.option or ()),
-        fitted=None if args.as_published else args.costs,
-    )
-    if not entry.searched:
+    size = args.pp, args.microbatches, args.chunks
+    recipe = Recipe(args.name, *size, options=tuple(args.option or ()))
+    if entry.searched:
+        return replace(recipe, search=_search(args, recipe))
+    if args.as_published:
         return recipe
-    return replace(recipe, search=_search(args, recipe))
+    costs = args.costs
+    if args.depths and isinstance(costs.f, tuple):
+        # The costs of depths are at the end, and the order is of the stages before them.
+        costs = costs.of_positions(recipe.chain(FixedCosts()).placement.chain)
+    return replace(recipe, fitted=costs)
 
 
 def _search(args: Namespace, recipe: Recipe) -> Search:

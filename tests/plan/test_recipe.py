@@ -8,6 +8,7 @@ from megapipe.commands import schedules
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import make_plan, with_batch
 from megapipe.schedule import SCHEDULES, Costs, build, simulate, unpaired
+from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.sharding.asked import Sharding
@@ -140,6 +141,17 @@ def test_a_recipe_has_no_option_that_changes_nothing(name):
     moved = [build(name, 4, 8, costs=Costs(*times)) != table for times in ((3, 1, 3), (1, 3, 2), (2, 5, 3))]
     assert ("--as-published" in line) == any(moved)
     assert ("--no-pairs" in line) == any(len(step) > 1 for step in table.steps())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_costs_of_a_plan_with_depths_order_the_stages_before_them(name, tmp_path, capsys):
+    """The line of a recipe without --as-published was refused: f names 3 stages, but the model is cut in 2."""
+    config, plan = planned(f"2 --pipeline-schedule {name} {PLAIN} 8 --mtp-num-layers 1")
+    assert different(config, plan) is None
+    file = tmp_path / "costs.json"
+    file.write_text(dump_costs(plan.costs))
+    schedules.main(["show", name, *f"--pp 2 --microbatches 8 --depths 1 --costs {file}".split()])
+    assert "makespan" in capsys.readouterr().out
 
 
 def test_a_file_says_the_recipe_that_made_it(tmp_path, capsys):
