@@ -100,8 +100,8 @@ def test_shares_of_weights_are_among_the_plans_and_hide_what_zero_1_shows_at_the
     assert of_zero_1(found) < of_zero_1(shown)
 
 
-TWO_DEVICES = [(2, 32, 1.0, SLOW)]
-SEARCHES = [*TWO_DEVICES, (4, 4, 1.0, SLOW), (2, 8, 0.0042, replace(SLOW, inside=1e10))]
+TWO_DEVICES = [(2, 32, 1.0, SLOW), (2, 8, 0.0042, replace(SLOW, inside=1e10))]
+SEARCHES = [*TWO_DEVICES, (4, 4, 1.0, SLOW)]
 
 
 @pytest.mark.parametrize("gpus, batch, memory, device", by_night(SEARCHES, day=TWO_DEVICES))
