@@ -106,6 +106,19 @@ def test_a_plan_that_both_searches_have_made_is_listed_once():
     assert listed[-1].why == "your pp and schedule"
 
 
+@pytest.mark.parametrize("field", ["changed", "like_yours"])
+def test_no_plan_of_a_search_is_called_the_fastest_next_to_a_faster_one_near_yours(field):
+    """Plan 1 of a page was "your flags, one changed" of 7.27 ms, and plan 2 of 7.90 ms was "fastest"."""
+    found = found_by("--global-batch-size 4", 2)
+    first = best_of(found)[0].plan
+    setattr(found, field, replace(first, step=0.8 * first.step))
+    assert [x.why for x in best_of(found)].index("fastest") == 0
+    setattr(found, field, replace(first, step=1.2 * first.step))
+    said = [(x.why, x.plan.step) for x in best_of(found)]
+    assert said[0] == ("fastest", first.step)
+    assert any(why.startswith("your ") for why, _ in said)
+
+
 def test_a_plan_of_your_flags_with_one_changed_is_listed_and_may_be_taken(capsys, tmp_path):
     """A page took nine changed flags, and named one that its own rules preferred a line above."""
     line = (

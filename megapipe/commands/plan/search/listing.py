@@ -58,25 +58,28 @@ def _reasons(found: SearchResults, ranked: list[TimedPlan]) -> Iterator[tuple[Ti
         found: the result of the search.
         ranked: the fastest plan of each key of the search, fastest first.
     """
-    for x in ranked[:1]:
-        yield x, "fastest"
-
-    sure = [x for x in found.finished if not hides_unmeasured(x)]
-    sure.sort(key=lambda x: x.step)
-    for x in sure[:1]:
-        yield plain_instead(x, found.finished), "fastest without hidden messages"
-
-    near_yours = (
+    near_yours = []
+    made = [*found.finished]
+    for mine, why in (
         (found.changed, "your flags, one changed"),
         (found.like_yours, "your pp and schedule"),
-    )
-    made = [*found.finished]
-    for mine, why in near_yours:
+    ):
         if mine is not None:
             # The search may have made this plan too.
             same = next((x for x in made if _numbers(x) == _numbers(mine)), mine)
-            yield same, why
+            near_yours.append((same, why))
             made.append(same)
+
+    first = min([*ranked[:1], *(x for x, _ in near_yours)], key=lambda x: x.step, default=None)
+    if first is not None:
+        yield first, "fastest"
+
+    sure = [x for x in made if not hides_unmeasured(x)]
+    sure.sort(key=lambda x: x.step)
+    for x in sure[:1]:
+        yield plain_instead(x, made), "fastest without hidden messages"
+
+    yield from near_yours
 
     plain = plainest(found.finished)
     if plain is not None:
