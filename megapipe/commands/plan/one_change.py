@@ -114,7 +114,7 @@ def _takes_long(x: TimedPlan) -> bool:
 def surest(
     mine: TimedPlan, changes: Sequence[ChangedPlan], machine: Machine, asked: SearchRestrictions
 ) -> TimedPlan | None:
-    """Return the fastest changed plan whose messages are not hidden as assumed.
+    """Return the fastest changed plan that hides no messages as assumed, unless `mine` does.
 
     Args:
         mine: the plan that is changed.
@@ -124,9 +124,10 @@ def surest(
     Returns: None if there is none, or if `mine` fits and is as fast.
     """
     fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, mine.config)
+    hides = hides_unmeasured(mine)
     for plan, _, unsure in changes:
         faster = plan.step < mine.step or not fits
-        if faster and not unsure and allows_plan(asked, plan):
+        if faster and (hides or not unsure) and allows_plan(asked, plan):
             if plan.config.parallel.tensor_model_parallel_size > 1:
                 return plan
             # One tensor-parallel rank has nothing to split.

@@ -132,6 +132,17 @@ def test_a_plan_of_your_flags_with_one_changed_is_listed_and_may_be_taken(capsys
     assert len(changed(own, parse(Config, [*MODEL.split(), *line.split(), *change["flags"]]))) == 1
 
 
+@pytest.mark.parametrize("hides", ["", "--tp-comm-overlap"])
+def test_who_hides_messages_is_given_a_changed_plan_that_hides_them_too(hides):
+    flags = "--global-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"
+    flags += f" --recompute-method uniform --padded-vocab-size 1024 {hides}"
+    mine = of_run(replace(configured(flags).with_batch(8), world_size=2), SLOW)
+    plan = surest(mine, one_change(mine, SLOW, Machine(GIB)), Machine(GIB), ANYTHING)
+    assert plan is not None
+    assert plan.step < 0.9 * mine.step
+    assert plan.config.overlaps_tp == bool(hides)
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_your_flags_with_one_changed_are_of_a_search_without_pipelines_if_they_have_none(pp):
     """A search --without pipeline listed no plan with one flag changed, whatever the user's flags."""
