@@ -77,7 +77,7 @@ def one_change(
     searched = entry is not None and entry.searched
     # The best change of each flag, by (name, unsure).
     found: dict[tuple[str, bool], ChangedPlan] = {}
-    fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, config)
+    fits = machine.has_room(mine)
     for fields in _changes(config, None if fits else machine.limit):
         changed = config.with_fields(**fields)
         hides = not _HIDES.isdisjoint(fields)
@@ -93,7 +93,7 @@ def one_change(
                     other = replace(timed(mine.plan, changed, device), peak=mine.peak)
                 else:
                     other = of_run(changed, device)
-                if other.peak <= machine.limit and not machine.refuses(other.plan, changed):
+                if machine.has_room(other):
                     one = ChangedPlan(other, _said(fields, config), hides_unmeasured(other))
                     key = (next(iter(fields)), one.unsure)
                     found[key] = min(one, found.get(key, one), key=_rank)
@@ -123,7 +123,7 @@ def surest(
         asked: the user's restrictions of a search, which the whole plan has to keep.
     Returns: None if there is none, or if `mine` fits and is as fast.
     """
-    fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, mine.config)
+    fits = machine.has_room(mine)
     hides = hides_unmeasured(mine)
     for plan, _, unsure in changes:
         faster = plan.step < mine.step or not fits
@@ -152,7 +152,7 @@ def change_lines(
         return []
     lines = []
     within = []
-    fits = mine.peak <= machine.limit and not machine.refuses(mine.plan, mine.config)
+    fits = machine.has_room(mine)
     for plan, text, unsure in changes[:_MOST]:
         if not fits or plan.step <= (1 - _LEAST_GAIN) * mine.step:
             gain = f"{plan.step / mine.step - 1:+.1%} of a step, peak {plan.peak / GIB:.3g} GiB"

@@ -45,7 +45,8 @@ NO_HOST = "without room on the host to start, or for a save and copied activatio
 class Machine:
     """The memory of a device and of its node's host.
 
-    `refuses` judges a plan. `fits` does so in words, and `assumed` for a memory that nobody gave.
+    `has_room` and `refuses` judge a plan. `fits` does so in words, and `assumed` for a memory that
+    nobody gave.
 
     Attributes:
         device: bytes of a device.
@@ -73,6 +74,10 @@ class Machine:
     def refuses(self, plan: Plan, config: Config) -> str:
         """Return why a run of a plan could not start or save, or an empty text."""
         return NO_HOST * (self.ranks * host_of(plan, config).most > self.host)
+
+    def has_room(self, x: TimedPlan) -> bool:
+        """Return whether a plan fits a device, and could start and save on a host."""
+        return x.peak <= self.limit and not self.refuses(x.plan, x.config)
 
     def fits(self, plan: Plan, config: Config) -> str:
         """Return, in words, what a plan needs on a device and on a host, and whether it fits."""

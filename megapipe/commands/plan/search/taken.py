@@ -142,12 +142,12 @@ def to_take(
     limit = (1 + CLOSE) * first.step
     unmeasured = _unmeasured(best[0], first)
 
-    if yours is not None and yours.step < limit and _fits(yours, machine):
+    if yours is not None and yours.step < limit and machine.has_room(yours):
         rule = f"no plan{sure} is faster by more than predictions can tell"
         return Advice(YOURS, yours, (), (rule,), unmeasured)
 
     # A plan that is as fast as the user's own is no reason to change flags.
-    has_room = yours is not None and _fits(yours, machine)
+    has_room = yours is not None and machine.has_room(yours)
     worth = counted
     if yours is not None and has_room:
         worth = [n for n in counted if (1 + CLOSE) * best[n].step <= yours.step]
@@ -300,10 +300,6 @@ def names_layout(own: Config) -> bool:
     default = ParallelConfig()
     says = any(getattr(own.parallel, name) != getattr(default, name) for name in _OF_LAYOUT)
     return says or own_schedule(own) != PLAIN
-
-
-def _fits(x: TimedPlan, machine: Machine) -> bool:
-    return x.peak <= machine.limit and not machine.refuses(x.plan, x.config)
 
 
 def demands(x: TimedPlan) -> frozenset[str]:
